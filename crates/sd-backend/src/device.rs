@@ -1,0 +1,279 @@
+//! The devices of this process: finding, describing, choosing.
+
+use std::ffi::{CStr, c_char};
+use std::fmt;
+use std::ptr::NonNull;
+
+use sd_ggml_sys as sys;
+
+use crate::error::{Error, Result};
+
+/// What kind of hardware a device is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// The processor, working in host memory.
+    Cpu,
+    /// A graphics card with memory of its own.
+    Gpu,
+    /// A graphics processor that shares the host's memory.
+    IntegratedGpu,
+    /// Something that helps the processor, such as a matrix library.
+    Accelerator,
+}
+
+/// Memory of a device in bytes, as it reports it at the moment of asking.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// Bytes free now.
+    pub free: u64,
+    /// Bytes in all.
+    pub total: u64,
+}
+
+/// What a device can do beside computing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Graphs and copies may be queued without waiting.
+    pub asynchronous: bool,
+    /// Offers pinned host memory that it copies from faster.
+    pub host_buffer: bool,
+    /// Says that it can use host memory where it lies.
+    pub buffer_from_host_ptr: bool,
+    /// Has events for ordering queues.
+    pub events: bool,
+}
+
+/// One of the devices that ggml found in this process. A cheap handle; equal handles name the same device.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Device {
+    raw: NonNull<sys::ggml_backend_device>,
+}
+
+// SAFETY: a device lives in ggml's registry until the process ends, and its interface is only read after registration.
+unsafe impl Send for Device {}
+// SAFETY: as for `Send`; the functions called through `&Device` (name, props, memory) keep no state of their own.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// All devices in ggml's order: graphics cards and accelerators first, the processor last.
+    pub fn all() -> Vec<Device> {
+        crate::log::route_to_tracing();
+        // SAFETY: the first call registers the built-in backends under ggml's own lock; indices below the count are valid.
+        unsafe {
+            (0..sys::ggml_backend_dev_count())
+                .filter_map(|index| NonNull::new(sys::ggml_backend_dev_get(index)))
+                .map(|raw| Device { raw })
+                .collect()
+        }
+    }
+
+    /// The processor.
+    ///
+    /// # Errors
+    /// [`Error::DeviceNotFound`] if ggml was built without its CPU backend.
+    pub fn cpu() -> Result<Device> {
+        Device::select("cpu")
+    }
+
+    /// Chooses a device by a person's words, in any case:
+    ///
+    /// - `auto`: the first graphics card, else an integrated one, else the processor;
+    /// - `gpu`, `cpu`: the first of that kind;
+    /// - a device's name (`Vulkan0`), its backend's name (`vulkan`), or a beginning that fits one device only.
+    ///
+    /// # Errors
+    /// [`Error::DeviceNotFound`] or [`Error::AmbiguousDevice`], both listing names.
+    pub fn select(wanted: &str) -> Result<Device> {
+        choose(&Device::all(), wanted, |device| (device.name(), device.backend_name(), device.kind()))
+    }
+
+    /// Short unique name: `CPU`, `CUDA0`, `Vulkan1`.
+    pub fn name(self) -> String {
+        // SAFETY: the device lives for ever and its name is a zero-terminated string it owns.
+        unsafe { text(sys::ggml_backend_dev_name(self.raw.as_ptr())) }
+    }
+
+    /// The hardware's own name.
+    pub fn description(self) -> String {
+        // SAFETY: as for `name`.
+        unsafe { text(sys::ggml_backend_dev_description(self.raw.as_ptr())) }.trim().to_owned()
+    }
+
+    /// Name of the backend that drives it: `CPU`, `CUDA`, `Metal`, `Vulkan`.
+    pub fn backend_name(self) -> String {
+        // SAFETY: every registered device points to its registry, which lives as long.
+        unsafe {
+            let registry = sys::ggml_backend_dev_backend_reg(self.raw.as_ptr());
+            if registry.is_null() { String::new() } else { text(sys::ggml_backend_reg_name(registry)) }
+        }
+    }
+
+    /// Its kind.
+    pub fn kind(self) -> DeviceKind {
+        // SAFETY: reads a constant of a device that lives for ever.
+        match unsafe { sys::ggml_backend_dev_type(self.raw.as_ptr()) } {
+            sys::GGML_BACKEND_DEVICE_TYPE_CPU => DeviceKind::Cpu,
+            sys::GGML_BACKEND_DEVICE_TYPE_GPU => DeviceKind::Gpu,
+            sys::GGML_BACKEND_DEVICE_TYPE_IGPU => DeviceKind::IntegratedGpu,
+            _ => DeviceKind::Accelerator,
+        }
+    }
+
+    /// Its memory now; `None` where it does not say, or says something impossible (more free than there is).
+    ///
+    /// ggml calls all of the processor's memory free, so for the processor the operating system is asked instead,
+    /// and a control group's limit is honoured.
+    pub fn memory(self) -> Option<Memory> {
+        if self.kind() == DeviceKind::Cpu {
+            return host_memory();
+        }
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both pointers lead to live variables; the device lives for ever.
+        unsafe { sys::ggml_backend_dev_memory(self.raw.as_ptr(), &mut free, &mut total) };
+        let memory = Memory { free: free as u64, total: total as u64 };
+        (memory.total > 0 && memory.free <= memory.total).then_some(memory)
+    }
+
+    /// What it can do.
+    pub fn capabilities(self) -> Capabilities {
+        // SAFETY: all-zero bytes are a valid value of this plain struct, which the call fills.
+        let mut props: sys::ggml_backend_dev_props = unsafe { std::mem::zeroed() };
+        // SAFETY: the pointer leads to a live struct; the device lives for ever.
+        unsafe { sys::ggml_backend_dev_get_props(self.raw.as_ptr(), &mut props) };
+        Capabilities {
+            asynchronous: props.caps.async_,
+            host_buffer: props.caps.host_buffer,
+            buffer_from_host_ptr: props.caps.buffer_from_host_ptr,
+            events: props.caps.events,
+        }
+    }
+
+    /// The handle for calls into `sd_ggml_sys`; valid until the process ends.
+    pub fn as_ptr(self) -> sys::ggml_backend_dev_t {
+        self.raw.as_ptr()
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.name())
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name())
+    }
+}
+
+/// # Safety
+/// `raw` is null or a zero-terminated string that lives during the call.
+unsafe fn text(raw: *const c_char) -> String {
+    if raw.is_null() {
+        return String::new();
+    }
+    // SAFETY: not null, and zero-terminated as the caller promises.
+    unsafe { CStr::from_ptr(raw) }.to_string_lossy().into_owned()
+}
+
+/// The rules of [`Device::select`], apart from ggml so that they can be tested with devices that are not there.
+fn choose<D: Copy>(all: &[D], wanted: &str, describe: impl Fn(D) -> (String, String, DeviceKind)) -> Result<D> {
+    let described: Vec<_> = all.iter().map(|&device| (device, describe(device))).collect();
+    let first = |kind| described.iter().find(|(_, (_, _, k))| *k == kind).map(|(device, _)| *device);
+    let graphics = || first(DeviceKind::Gpu).or_else(|| first(DeviceKind::IntegratedGpu));
+    let not_found = || Error::DeviceNotFound {
+        wanted: wanted.to_owned(),
+        available: described.iter().map(|(_, (name, _, _))| name.clone()).collect(),
+    };
+
+    let lower = wanted.trim().to_lowercase();
+    match lower.as_str() {
+        "" => return Err(not_found()),
+        "auto" => return graphics().or_else(|| first(DeviceKind::Cpu)).ok_or_else(not_found),
+        "gpu" => return graphics().ok_or_else(not_found),
+        "cpu" => return first(DeviceKind::Cpu).ok_or_else(not_found),
+        _ => {}
+    }
+    if let Some((device, _)) = described.iter().find(|(_, (name, _, _))| name.to_lowercase() == lower) {
+        return Ok(*device);
+    }
+    if let Some((device, _)) = described.iter().find(|(_, (_, backend, _))| backend.to_lowercase() == lower) {
+        return Ok(*device);
+    }
+    let fitting: Vec<_> =
+        described.iter().filter(|(_, (name, _, _))| name.to_lowercase().starts_with(&lower)).collect();
+    match fitting.as_slice() {
+        [] => Err(not_found()),
+        [(device, _)] => Ok(*device),
+        several => Err(Error::AmbiguousDevice {
+            wanted: wanted.to_owned(),
+            candidates: several.iter().map(|(_, (name, _, _))| name.clone()).collect(),
+        }),
+    }
+}
+
+fn host_memory() -> Option<Memory> {
+    let mut system = sysinfo::System::new();
+    system.refresh_memory();
+    let (mut free, mut total) = (system.available_memory(), system.total_memory());
+    if let Some(limits) = system.cgroup_limits() {
+        total = total.min(limits.total_memory);
+        free = free.min(limits.free_memory);
+    }
+    (total > 0).then_some(Memory { free: free.min(total), total })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Fake = (&'static str, &'static str, DeviceKind);
+
+    fn pick(all: &[Fake], wanted: &str) -> Result<&'static str> {
+        choose(all, wanted, |(name, backend, kind)| (name.to_owned(), backend.to_owned(), kind)).map(|(name, _, _)| name)
+    }
+
+    const MACHINE: &[Fake] = &[
+        ("Vulkan0", "Vulkan", DeviceKind::IntegratedGpu),
+        ("CUDA0", "CUDA", DeviceKind::Gpu),
+        ("CUDA1", "CUDA", DeviceKind::Gpu),
+        ("CPU", "CPU", DeviceKind::Cpu),
+    ];
+
+    #[test]
+    fn selectors_find_what_they_say() {
+        for (wanted, found) in [
+            ("auto", "CUDA0"),
+            ("GPU", "CUDA0"),
+            ("cpu", "CPU"),
+            ("cuda1", "CUDA1"),
+            ("vulkan", "Vulkan0"),
+            ("cuda", "CUDA0"),
+            ("vul", "Vulkan0"),
+            (" Cpu ", "CPU"),
+        ] {
+            assert_eq!(pick(MACHINE, wanted), Ok(found), "{wanted}");
+        }
+        assert_eq!(pick(&MACHINE[3..], "auto"), Ok("CPU"));
+        assert_eq!(pick(&[MACHINE[0], MACHINE[3]], "auto"), Ok("Vulkan0"));
+    }
+
+    #[test]
+    fn what_fits_nothing_or_several_lists_names() {
+        let Err(Error::DeviceNotFound { available, .. }) = pick(MACHINE, "metal") else { panic!() };
+        assert_eq!(available, ["Vulkan0", "CUDA0", "CUDA1", "CPU"]);
+        assert!(matches!(pick(MACHINE, ""), Err(Error::DeviceNotFound { .. })));
+        assert!(matches!(pick(&MACHINE[3..], "gpu"), Err(Error::DeviceNotFound { .. })));
+        let Err(Error::AmbiguousDevice { candidates, .. }) = pick(MACHINE, "cud") else { panic!() };
+        assert_eq!(candidates, ["CUDA0", "CUDA1"]);
+    }
+
+    #[test]
+    fn the_processor_is_always_there() {
+        let cpu = Device::cpu().unwrap();
+        assert_eq!(cpu.kind(), DeviceKind::Cpu);
+        let memory = cpu.memory().unwrap();
+        assert!(memory.free > 0 && memory.free <= memory.total);
+    }
+}

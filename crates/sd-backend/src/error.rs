@@ -1,0 +1,93 @@
+//! What can go wrong with devices and memory.
+
+use std::fmt;
+
+/// Short for a [`std::result::Result`] with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure of a device, a buffer or a run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No device of this process fits the given selector.
+    #[error("no device fits `{wanted}`; available: {}", available.join(", "))]
+    DeviceNotFound {
+        /// The selector that was asked for.
+        wanted: String,
+        /// Names of all devices.
+        available: Vec<String>,
+    },
+    /// The selector is the beginning of several names.
+    #[error("`{wanted}` fits several devices: {}", candidates.join(", "))]
+    AmbiguousDevice {
+        /// The selector that was asked for.
+        wanted: String,
+        /// The names that it fits.
+        candidates: Vec<String>,
+    },
+    /// A device exists but could not be started.
+    #[error("device {device} could not be started")]
+    DeviceStart {
+        /// Name of the device.
+        device: String,
+    },
+    /// Memory was refused, by the operating system, the driver or our own look at what is free.
+    #[error(
+        "out of memory on {device}: {} needed, {} free",
+        Bytes(*requested), free.map_or_else(|| "an unknown amount".to_owned(), |free| Bytes(free).to_string())
+    )]
+    OutOfMemory {
+        /// Name of the device.
+        device: String,
+        /// Bytes that were asked for.
+        requested: u64,
+        /// Bytes that the device reported as free just before, if it says.
+        free: Option<u64>,
+    },
+    /// The device refused or failed to run a graph.
+    #[error("device {device} failed while computing ({reason})")]
+    Compute {
+        /// Name of the device.
+        device: String,
+        /// ggml's word for the failure.
+        reason: &'static str,
+    },
+    /// The run was cancelled by its caller.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// A number of bytes, shown in binary units: `1.50 GiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+        let mut value = self.0 as f64;
+        let mut unit = 0;
+        while value >= 1024.0 && unit + 1 < UNITS.len() {
+            value /= 1024.0;
+            unit += 1;
+        }
+        if unit == 0 {
+            write!(f, "{} B", self.0)
+        } else {
+            write!(f, "{value:.2} {}", UNITS[unit])
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_read_like_a_person_would_say_them() {
+        assert_eq!(Bytes(0).to_string(), "0 B");
+        assert_eq!(Bytes(1023).to_string(), "1023 B");
+        assert_eq!(Bytes(1536).to_string(), "1.50 KiB");
+        assert_eq!(Bytes(3 << 30).to_string(), "3.00 GiB");
+        assert_eq!(Bytes(u64::MAX).to_string(), "16777216.00 TiB");
+    }
+}

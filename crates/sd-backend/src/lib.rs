@@ -1,0 +1,25 @@
+//! Devices, buffers and memory for inference on ggml.
+//!
+//! This crate owns every ggml handle and frees each exactly once. What it promises:
+//!
+//! - a failed allocation is a value ([`Error::OutOfMemory`]), never an abort;
+//! - an element type, a device and a buffer are plain Rust values with names, sizes and reasons in their errors;
+//! - ggml's own log goes to [`tracing`], never to standard error.
+//!
+//! # Threads
+//!
+//! [`Device`] and [`Buffer`] may be shared between threads. A [`Backend`] is one stream of work: it can be sent to
+//! another thread, and running it takes `&mut`.
+
+mod backend;
+mod buffer;
+mod device;
+mod dtype;
+mod error;
+mod log;
+
+pub use backend::{Backend, BackendOptions};
+pub use buffer::{Buffer, BufferUsage};
+pub use device::{Capabilities, Device, DeviceKind, Memory};
+pub use dtype::DType;
+pub use error::{Bytes, Error, Result};
