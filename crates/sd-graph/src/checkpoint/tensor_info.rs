@@ -1,0 +1,71 @@
+//! What is known of one tensor before it is read.
+
+use super::StoredType;
+
+/// Dimensions that a tensor may have.
+pub(super) const MAX_RANK: usize = 64;
+
+/// What a checkpoint says about one tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The type of the elements as stored.
+    pub stored: StoredType,
+    /// Sides, outermost first; empty for a scalar. The product of those that are not 0 fits in 62 bits.
+    pub shape: Vec<usize>,
+    /// Bytes that the tensor takes in its file.
+    pub bytes: u64,
+    /// `None` in a table without files.
+    pub(super) location: Option<Location>,
+}
+
+/// Where a tensor's data lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Location {
+    /// Which of the checkpoint's files.
+    pub(super) file: usize,
+    /// First byte, from the beginning of the file.
+    pub(super) offset: u64,
+}
+
+impl TensorInfo {
+    /// A tensor without a place, or the reason why there can be none such.
+    pub(super) fn new(stored: StoredType, shape: Vec<usize>) -> Result<TensorInfo, String> {
+        if shape.len() > MAX_RANK {
+            return Err(format!(
+                "it has {} dimensions, more than the {MAX_RANK} that are allowed",
+                shape.len()
+            ));
+        }
+        let size = |sides: &[usize], zero: u64| {
+            sides.iter().try_fold(1_u64, |product, &side| {
+                product.checked_mul(if side == 0 { zero } else { side as u64 })
+            })
+        };
+        let fits = size(&shape, 1)
+            .and_then(|elements| elements.checked_mul(stored.bits().into()))
+            .is_some();
+        let (Some(elements), true) = (size(&shape, 0), fits) else {
+            return Err(format!(
+                "shape {shape:?} of type {stored} is impossible: its size overflows 64 bits"
+            ));
+        };
+        let Some(bytes) = stored.bytes(elements) else {
+            return Err(format!(
+                "shape {shape:?} of type {stored} does not fill whole bytes"
+            ));
+        };
+        Ok(TensorInfo {
+            stored,
+            shape,
+            bytes,
+            location: None,
+        })
+    }
+
+    /// Number of elements: the product of the sides.
+    pub fn elements(&self) -> u64 {
+        self.shape
+            .iter()
+            .fold(1, |product: u64, &side| product.saturating_mul(side as u64))
+    }
+}

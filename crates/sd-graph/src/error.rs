@@ -1,0 +1,98 @@
+//! What can go wrong between a checkpoint and a result.
+
+use crate::checkpoint::CheckpointError;
+use crate::graph::GraphError;
+use crate::scope::Mismatch;
+
+/// Short for a [`std::result::Result`] with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure of loading, planning or running.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file cannot be used.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A checkpoint does not fit the model.
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
+    /// A graph has a mistake in it: a fault of the program that built it.
+    #[error("the graph is wrong: {0}")]
+    Graph(#[from] GraphError),
+    /// A device failed, memory ran out, or the run was cancelled.
+    #[error(transparent)]
+    Backend(#[from] sd_backend::Error),
+    /// The device lacks an operation.
+    #[error("device {device} cannot run the operation {operation}")]
+    Unsupported {
+        /// Name of the device.
+        device: String,
+        /// ggml's name of the operation.
+        operation: String,
+    },
+    /// A parameter is not in the checkpoint it is loaded from, or not as it was declared.
+    #[error("`{name}` was not declared against this checkpoint")]
+    NotDeclared {
+        /// Name of the parameter.
+        name: String,
+    },
+    /// A parameter that the graph needs was declared but never loaded.
+    #[error("`{name}` has not been loaded")]
+    NotLoaded {
+        /// Name of the parameter.
+        name: String,
+    },
+    /// A run was asked for without giving it this input (inputs are used up by a run).
+    #[error("input `{name}` was not set before the run")]
+    InputNotSet {
+        /// Name of the input.
+        name: String,
+    },
+    /// A plan has no input or output of this name.
+    #[error("the plan has no {what} called `{name}`; it has: {}", known.join(", "))]
+    UnknownName {
+        /// `input` or `output`.
+        what: &'static str,
+        /// The name that was asked for.
+        name: String,
+        /// The names it has.
+        known: Vec<String>,
+    },
+    /// Values do not fit an input or output.
+    #[error("`{name}` {reason}")]
+    WrongValues {
+        /// Name of the input or output.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// A plan was run on, or given parameters of, another device than it was made for.
+    #[error("{what} is on {found}, the plan on {wanted}")]
+    WrongDevice {
+        /// What is elsewhere.
+        what: String,
+        /// Where it is.
+        found: String,
+        /// Where it should be.
+        wanted: String,
+    },
+    /// An output was read before anything was computed.
+    #[error("output `{name}` was read before a run")]
+    NotRun {
+        /// Name of the output.
+        name: String,
+    },
+}
+
+impl Error {
+    /// Whether this is memory that ran out, the only failure that may be tried again with less.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::Backend(sd_backend::Error::OutOfMemory { .. }))
+    }
+
+    /// Whether the run was cancelled by its caller.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self, Error::Backend(sd_backend::Error::Cancelled))
+    }
+}

@@ -1,0 +1,328 @@
+//! Recording a computation: what a forward pass writes into.
+//!
+//! A graph is recorded by plain Rust, checked as it is recorded, and handed to ggml only when all of it is right. So
+//! no assertion of ggml can be reached: a wrong shape is kept as the graph's first error and comes out once.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::Location;
+
+use sd_backend::DType;
+
+use crate::op::Op;
+use crate::param::Param;
+use crate::shape::{Reason, Shape};
+
+/// A number type that inputs, constants and outputs can hold.
+pub trait Element: bytemuck::Pod + sealed::Sealed {
+    /// The tensor type with this element.
+    const DTYPE: DType;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for i32 {}
+    impl Sealed for half::f16 {}
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Element for i32 {
+    const DTYPE: DType = DType::I32;
+}
+impl Element for half::f16 {
+    const DTYPE: DType = DType::F16;
+}
+
+/// The first mistake in a graph: which operation, on which shapes, where in the source, and why.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{operation} of {operands} at {location}: {reason}")]
+pub struct GraphError {
+    /// Name of the operation.
+    pub operation: &'static str,
+    /// The operands' shapes, with the names of weights and inputs among them.
+    pub operands: String,
+    /// Source line that asked for it.
+    pub location: String,
+    /// Why it has no result.
+    pub reason: String,
+}
+
+/// Number of a tensor within its graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct TensorId(u32);
+
+impl TensorId {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One recorded tensor.
+#[derive(Debug, Clone)]
+pub(crate) struct Node {
+    pub op: Op,
+    pub sources: Vec<TensorId>,
+    pub shape: Shape,
+    pub dtype: DType,
+}
+
+/// A value that a plan is given before each run.
+#[derive(Debug, Clone)]
+pub(crate) struct Named {
+    pub name: String,
+    pub tensor: TensorId,
+}
+
+/// Everything that was recorded.
+#[derive(Debug, Default)]
+pub(crate) struct Recording {
+    pub nodes: Vec<Node>,
+    pub params: Vec<Param>,
+    pub constants: Vec<Vec<u8>>,
+    pub inputs: Vec<Named>,
+    pub outputs: Vec<Named>,
+    pub error: Option<GraphError>,
+    /// Row numbers that an input may hold are below this; ggml aborts on others.
+    pub index_limits: HashMap<TensorId, usize>,
+    param_nodes: HashMap<usize, TensorId>,
+}
+
+impl Recording {
+    /// Records what `build` writes.
+    ///
+    /// # Errors
+    /// The first mistake in it.
+    pub(crate) fn of(build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Recording, GraphError> {
+        let recording = RefCell::new(Recording::default());
+        build(Graph { recording: &recording, brand: PhantomData });
+        let mut recording = recording.into_inner();
+        match recording.error.take() {
+            Some(error) => Err(error),
+            None => Ok(recording),
+        }
+    }
+
+    pub(crate) fn node(&self, id: TensorId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    fn push(&mut self, node: Node) -> TensorId {
+        let id = TensorId(self.nodes.len() as u32);
+        self.nodes.push(node);
+        id
+    }
+
+    fn describe(&self, id: TensorId) -> String {
+        let node = self.node(id);
+        match &node.op {
+            Op::Param(index) => format!("{} {}", self.params[*index].name(), node.shape),
+            Op::Input => match self.inputs.iter().find(|input| input.tensor == id) {
+                Some(input) => format!("{} {}", input.name, node.shape),
+                None => node.shape.to_string(),
+            },
+            _ => node.shape.to_string(),
+        }
+    }
+
+    fn fail(&mut self, operation: &'static str, sources: &[TensorId], reason: Reason, location: &Location<'_>) {
+        if self.error.is_some() {
+            return;
+        }
+        let operands: Vec<String> = sources.iter().map(|&id| self.describe(id)).collect();
+        self.error = Some(GraphError {
+            operation,
+            operands: if operands.is_empty() { "nothing".to_owned() } else { operands.join(" and ") },
+            location: format!("{}:{}", location.file(), location.line()),
+            reason: reason.into_owned(),
+        });
+    }
+}
+
+/// A graph being recorded. A cheap handle, branded with `'g` so that tensors of two graphs cannot be mixed:
+///
+/// ```compile_fail
+/// use sd_graph::{Estimate, Graph};
+/// Estimate::of(|first| {
+///     let a = first.input::<f32>("a", [2]);
+///     Estimate::of(|second| {
+///         let b = second.input::<f32>("b", [2]);
+///         second.output("sum", a + b);
+///     });
+/// });
+/// ```
+#[derive(Clone, Copy)]
+pub struct Graph<'g> {
+    recording: &'g RefCell<Recording>,
+    // Invariant in 'g: no lifetime may be shortened or stretched into another graph's.
+    brand: PhantomData<fn(&'g ()) -> &'g ()>,
+}
+
+/// A tensor of a graph: a cheap handle to a value that does not exist yet.
+#[derive(Clone, Copy)]
+pub struct Tensor<'g> {
+    graph: Graph<'g>,
+    id: TensorId,
+}
+
+impl<'g> Graph<'g> {
+    /// A value that must be set before each run.
+    #[track_caller]
+    pub fn input<T: Element>(self, name: &str, shape: impl AsRef<[usize]>) -> Tensor<'g> {
+        let location = Location::caller();
+        let mut recording = self.recording.borrow_mut();
+        let shape = Shape::new(shape.as_ref()).unwrap_or_else(|reason| {
+            recording.fail("input", &[], format!("`{name}`: {reason}").into(), location);
+            Shape::ONE
+        });
+        if recording.inputs.iter().any(|input| input.name == name) {
+            recording.fail("input", &[], format!("two inputs are called `{name}`").into(), location);
+        }
+        let tensor = recording.push(Node { op: Op::Input, sources: Vec::new(), shape, dtype: T::DTYPE });
+        recording.inputs.push(Named { name: name.to_owned(), tensor });
+        drop(recording);
+        Tensor { graph: self, id: tensor }
+    }
+
+    /// A value that is known when the graph is built and kept with the plan.
+    #[track_caller]
+    pub fn constant<T: Element>(self, values: &[T], shape: impl AsRef<[usize]>) -> Tensor<'g> {
+        let location = Location::caller();
+        let mut recording = self.recording.borrow_mut();
+        let shape = Shape::new(shape.as_ref())
+            .and_then(|shape| {
+                if shape.elements() == values.len() {
+                    Ok(shape)
+                } else {
+                    Err(format!("{} values do not fill {shape}", values.len()).into())
+                }
+            })
+            .unwrap_or_else(|reason| {
+                recording.fail("constant", &[], reason, location);
+                Shape::ONE
+            });
+        let index = recording.constants.len();
+        recording.constants.push(bytemuck::cast_slice(values).to_vec());
+        let id = recording.push(Node { op: Op::Constant(index), sources: Vec::new(), shape, dtype: T::DTYPE });
+        drop(recording);
+        Tensor { graph: self, id }
+    }
+
+    /// A parameter of a model. Asking twice gives the same tensor.
+    pub fn param(self, param: &Param) -> Tensor<'g> {
+        let mut recording = self.recording.borrow_mut();
+        let id = match recording.param_nodes.get(&param.key()) {
+            Some(&id) => id,
+            None => {
+                let index = recording.params.len();
+                recording.params.push(param.clone());
+                let node =
+                    Node { op: Op::Param(index), sources: Vec::new(), shape: param.shape(), dtype: param.dtype() };
+                let id = recording.push(node);
+                recording.param_nodes.insert(param.key(), id);
+                id
+            }
+        };
+        drop(recording);
+        Tensor { graph: self, id }
+    }
+
+    /// Names a tensor as a result, to be read after each run.
+    #[track_caller]
+    pub fn output(self, name: &str, tensor: Tensor<'g>) {
+        let location = Location::caller();
+        let mut recording = self.recording.borrow_mut();
+        if recording.outputs.iter().any(|output| output.name == name) {
+            recording.fail("output", &[tensor.id], format!("two outputs are called `{name}`").into(), location);
+        }
+        recording.outputs.push(Named { name: name.to_owned(), tensor: tensor.id });
+    }
+
+    /// Promises that all numbers in `index` are below `rows`: at once for a constant, before each run for an input.
+    pub(crate) fn limit_index(self, index: Tensor<'g>, rows: usize) -> Result<(), Reason> {
+        let mut recording = self.recording.borrow_mut();
+        match recording.node(index.id).op {
+            Op::Input => {
+                let limit = recording.index_limits.entry(index.id).or_insert(rows);
+                *limit = rows.min(*limit);
+                Ok(())
+            }
+            Op::Constant(number) => check_index(&recording.constants[number], rows),
+            _ => Err("row numbers must be an input or a constant, so that they can be checked".into()),
+        }
+    }
+
+    /// Records one operation whose shape rule has been asked. After a mistake the graph goes on with a stand-in of the
+    /// first operand's shape, so that a forward pass needs no error handling; nothing of it is ever run.
+    pub(crate) fn record(
+        self,
+        operation: &'static str,
+        op: Op,
+        sources: &[Tensor<'g>],
+        dtype: DType,
+        shape: Result<Shape, Reason>,
+        location: &Location<'_>,
+    ) -> Tensor<'g> {
+        let ids: Vec<TensorId> = sources.iter().map(|source| source.id).collect();
+        let mut recording = self.recording.borrow_mut();
+        let shape = shape.unwrap_or_else(|reason| {
+            recording.fail(operation, &ids, reason, location);
+            ids.first().map_or(Shape::ONE, |&id| recording.node(id).shape)
+        });
+        let id = recording.push(Node { op, sources: ids, shape, dtype });
+        drop(recording);
+        Tensor { graph: self, id }
+    }
+}
+
+impl<'g> Tensor<'g> {
+    /// The shape, outermost first.
+    pub fn shape(self) -> Shape {
+        self.graph.recording.borrow().node(self.id).shape
+    }
+
+    /// Size of dimension `axis`; 1 if there is none, which some operation will then report.
+    pub fn dim(self, axis: usize) -> usize {
+        self.shape().dims().get(axis).copied().unwrap_or(1)
+    }
+
+    /// The element type.
+    pub fn dtype(self) -> DType {
+        self.graph.recording.borrow().node(self.id).dtype
+    }
+
+    /// The graph this belongs to.
+    pub fn graph(self) -> Graph<'g> {
+        self.graph
+    }
+}
+
+/// Refuses row numbers below 0 or from `rows` up, given as the bytes of 32-bit integers.
+pub(crate) fn check_index(bytes: &[u8], rows: usize) -> Result<(), Reason> {
+    let wrong = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|&bytes| i32::from_ne_bytes(bytes))
+        .find(|&row| usize::try_from(row).map_or(true, |row| row >= rows));
+    match wrong {
+        Some(row) => Err(format!("row {row} is not one of {rows}").into()),
+        None => Ok(()),
+    }
+}
+
+impl fmt::Debug for Graph<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Graph({} tensors)", self.recording.borrow().nodes.len())
+    }
+}
+
+impl fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {})", self.dtype(), self.shape())
+    }
+}

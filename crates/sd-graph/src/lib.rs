@@ -1,0 +1,50 @@
+//! Checked tensor graphs and weight loading on ggml.
+//!
+//! What this crate promises:
+//!
+//! - no assertion of ggml can be reached from safe code: shapes, types, names, row numbers and memory are checked
+//!   first, and a mistake is a value;
+//! - a checkpoint is judged as a whole before a byte of it moves;
+//! - a [`Plan`] is built and allocated once per set of shapes and then only run.
+//!
+//! ```no_run
+//! use sd_backend::{Backend, BackendOptions, Device};
+//! use sd_graph::{Cancel, Plan};
+//!
+//! # fn main() -> Result<(), sd_graph::Error> {
+//! let mut backend = Backend::new(Device::cpu()?, &BackendOptions::default())?;
+//! let mut plan = Plan::build(&backend, |g| {
+//!     let x = g.input::<f32>("x", [2, 3]);
+//!     g.output("y", (x * 2.0).silu());
+//! })?;
+//! plan.set("x", &[0.0_f32, 1.0, 2.0, 3.0, 4.0, 5.0])?;
+//! plan.run(&mut backend, &Cancel::new())?;
+//! let y: Vec<f32> = plan.read("y")?;
+//! # Ok(()) }
+//! ```
+
+mod cache;
+mod checkpoint;
+mod error;
+mod graph;
+mod load;
+mod lower;
+mod op;
+mod ops;
+mod param;
+mod plan;
+mod raw;
+mod run;
+mod scope;
+pub mod shape;
+
+pub use cache::PlanCache;
+pub use checkpoint::{Checkpoint, CheckpointError, StoredType, TensorInfo, UnknownStoredType};
+pub use error::{Error, Result};
+pub use graph::{Element, Graph, GraphError, Tensor};
+pub use load::{LoadReport, load};
+pub use param::Param;
+pub use plan::{Estimate, Plan};
+pub use run::{Cancel, Progress, Reporter};
+pub use scope::{Declarations, LoadOptions, Mismatch, Role, Scope};
+pub use shape::Shape;

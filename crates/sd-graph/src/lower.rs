@@ -1,0 +1,329 @@
+//! From a recording to ggml's graph. One of the places of this crate with `unsafe` in it.
+//!
+//! Everything ggml asserts about shapes and types was asked by the rules of [`crate::shape`] and [`crate::ops`] when
+//! the graph was recorded; what it asserts about layout in memory (contiguous rows, contiguous tensors) is met here, by
+//! copying where a view does not fit.
+
+use sd_backend::{Backend, DeviceKind};
+use sd_ggml_sys as sys;
+
+use crate::graph::{Node, Recording};
+use crate::op::{Binary, Norm, Op, Unary};
+use crate::raw::{Arena, ArenaFull, RawTensor};
+
+/// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
+const TENSORS_PER_OPERATION: usize = 16;
+
+/// A graph in ggml's form, not yet in memory.
+#[derive(Debug)]
+pub(crate) struct Lowered {
+    _arena: Arena,
+    pub graph: *mut sys::ggml_cgraph,
+    /// One per recorded node.
+    pub tensors: Vec<RawTensor>,
+    /// One per recorded output; never a view, so that it can be read in one piece.
+    pub outputs: Vec<RawTensor>,
+}
+
+// SAFETY: all pointers lead into the arena, which is owned and may be sent.
+unsafe impl Send for Lowered {}
+
+/// Puts a recording into ggml's form for `backend`.
+pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered, ArenaFull> {
+    let capacity = recording.nodes.len() * TENSORS_PER_OPERATION + recording.outputs.len() * 2;
+    let arena = Arena::new(capacity, true)?;
+    let mut tensors: Vec<RawTensor> = Vec::with_capacity(recording.nodes.len());
+    for node in &recording.nodes {
+        let lowered = match node.op {
+            Op::Input | Op::Constant(_) | Op::Param(_) => arena.tensor(node.dtype, node.shape)?,
+            _ => {
+                arena.take(TENSORS_PER_OPERATION)?;
+                let sources: Vec<RawTensor> = node.sources.iter().map(|id| tensors[id.index()]).collect();
+                Lowering { arena: &arena, backend }.operation(node, &sources)?
+            }
+        };
+        if node.op == Op::Input {
+            // SAFETY: the tensor was just made in the live arena.
+            unsafe { sys::ggml_set_input(lowered.as_ptr()) };
+        }
+        tensors.push(lowered);
+    }
+
+    // SAFETY: the arena was sized for one graph of this many nodes and is live.
+    let graph = unsafe { sys::ggml_new_graph_custom(arena.as_ptr(), capacity.max(1), false) };
+    if graph.is_null() {
+        return Err(ArenaFull);
+    }
+    let mut outputs = Vec::with_capacity(recording.outputs.len());
+    for output in &recording.outputs {
+        let mut tensor = tensors[output.tensor.index()];
+        // SAFETY: all tensors are live; a copy needs one more, which `capacity` holds; the graph holds `capacity` nodes.
+        unsafe {
+            let is_leaf = tensor.as_ref().op == sys::GGML_OP_NONE;
+            if is_leaf || !tensor.as_ref().view_src.is_null() {
+                arena.take(1)?;
+                tensor = non_null(sys::ggml_cont(arena.as_ptr(), tensor.as_ptr()))?;
+            }
+            sys::ggml_set_output(tensor.as_ptr());
+            sys::ggml_build_forward_expand(graph, tensor.as_ptr());
+        }
+        outputs.push(tensor);
+    }
+    Ok(Lowered { _arena: arena, graph, tensors, outputs })
+}
+
+/// The first node of the graph that the backend cannot run, by ggml's name of the operation.
+pub(crate) fn unsupported(lowered: &Lowered, backend: &Backend) -> Option<String> {
+    // SAFETY: the graph and its nodes live in the arena; indices stay below the count.
+    unsafe {
+        (0..sys::ggml_graph_n_nodes(lowered.graph)).map(|index| sys::ggml_graph_node(lowered.graph, index)).find_map(
+            |node| {
+                if backend.supports(node) {
+                    return None;
+                }
+                Some(std::ffi::CStr::from_ptr(sys::ggml_op_desc(node)).to_string_lossy().into_owned())
+            },
+        )
+    }
+}
+
+struct Lowering<'a> {
+    arena: &'a Arena,
+    backend: &'a Backend,
+}
+
+impl Lowering<'_> {
+    /// Builds `node` from its lowered sources.
+    fn operation(&self, node: &Node, sources: &[RawTensor]) -> Result<RawTensor, ArenaFull> {
+        let ctx = self.arena.as_ptr();
+        let ne = node.shape.to_ne();
+        // SAFETY: `ctx` is live with room for TENSORS_PER_OPERATION tensors, and no arm makes more; `sources` are live
+        // tensors of it. Shapes and types were checked when the node was recorded; contiguity is established below
+        // (`rows` for operations that walk rows, `whole` for those that walk all elements).
+        unsafe {
+            let raw = match (&node.op, sources) {
+                (Op::Binary(op), &[a, b]) => {
+                    let (a, b) = (self.rows(a)?, self.rows(b)?);
+                    let build = match op {
+                        Binary::Add => sys::ggml_add,
+                        Binary::Sub => sys::ggml_sub,
+                        Binary::Mul => sys::ggml_mul,
+                        Binary::Div => sys::ggml_div,
+                    };
+                    build(ctx, a.as_ptr(), b.as_ptr())
+                }
+                (&Op::Affine { scale, offset }, &[x]) => {
+                    sys::ggml_scale_bias(ctx, self.whole(x)?.as_ptr(), scale, offset)
+                }
+                (Op::Unary(Unary::GeluTanh), &[x]) if self.backend.device().kind() == DeviceKind::Cpu => {
+                    self.gelu_tanh(self.whole(x)?)
+                }
+                (Op::Unary(op), &[x]) => {
+                    let build = match op {
+                        Unary::Silu => sys::ggml_silu,
+                        Unary::GeluTanh => sys::ggml_gelu,
+                        Unary::GeluErf => sys::ggml_gelu_erf,
+                        Unary::Tanh => sys::ggml_tanh,
+                        Unary::Sigmoid => sys::ggml_sigmoid,
+                    };
+                    build(ctx, self.whole(x)?.as_ptr())
+                }
+                (&Op::Norm { kind, eps }, &[x]) => {
+                    let build = match kind {
+                        Norm::Layer => sys::ggml_norm,
+                        Norm::Rms => sys::ggml_rms_norm,
+                        Norm::L2 => sys::ggml_l2_norm,
+                    };
+                    build(ctx, self.rows(x)?.as_ptr(), eps)
+                }
+                (Op::MatMul, &[x, w]) => self.matmul(w, x)?,
+                (&Op::Softmax { scale }, &[x]) => {
+                    sys::ggml_soft_max_ext(ctx, self.whole(x)?.as_ptr(), std::ptr::null_mut(), scale, 0.0)
+                }
+                (&Op::Attention { scale }, &[q, k, v]) => self.attention(q, k, v, None, scale)?,
+                (&Op::Attention { scale }, &[q, k, v, mask]) => self.attention(q, k, v, Some(mask), scale)?,
+                (Op::Reshape, &[x]) => {
+                    sys::ggml_reshape_4d(ctx, self.whole(x)?.as_ptr(), ne[0], ne[1], ne[2], ne[3])
+                }
+                (Op::Permute { axes }, &[x]) => {
+                    // ggml asks where each of its dimensions goes; dimensions beyond the rank stay.
+                    let rank = axes.len();
+                    let mut to = [0, 1, 2, 3];
+                    for (result, &source) in axes.iter().enumerate() {
+                        to[rank - 1 - source] = (rank - 1 - result) as i32;
+                    }
+                    sys::ggml_permute(ctx, x.as_ptr(), to[0], to[1], to[2], to[3])
+                }
+                (&Op::Slice { axis, start }, &[x]) => {
+                    let nb = x.as_ref().nb;
+                    let offset = start * nb[node.shape.ggml_axis(axis) as usize];
+                    sys::ggml_view_4d(ctx, x.as_ptr(), ne[0], ne[1], ne[2], ne[3], nb[1], nb[2], nb[3], offset)
+                }
+                (&Op::Concat { axis }, &[a, b]) => {
+                    let (a, b) = (self.whole(a)?, self.whole(b)?);
+                    sys::ggml_concat(ctx, a.as_ptr(), b.as_ptr(), node.shape.ggml_axis(axis))
+                }
+                (Op::Rows, &[table, index]) => {
+                    sys::ggml_get_rows(ctx, self.whole(table)?.as_ptr(), self.whole(index)?.as_ptr())
+                }
+                (&Op::Conv2d { stride, padding }, &[x, kernel]) => {
+                    let (stride, padding) = (stride as i32, padding as i32);
+                    self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding)?
+                }
+                (&Op::UpscaleNearest { factor }, &[x]) => {
+                    sys::ggml_upscale(ctx, self.whole(x)?.as_ptr(), factor as i32, sys::GGML_SCALE_MODE_NEAREST)
+                }
+                (&Op::PadEnd { rows, columns }, &[x]) => {
+                    sys::ggml_pad(ctx, self.whole(x)?.as_ptr(), columns as i32, rows as i32, 0, 0)
+                }
+                (Op::Cast, &[x]) => {
+                    // A cast to the same type would be a view of nothing new; a copy keeps the rule that it is fresh.
+                    sys::ggml_cast(ctx, self.whole(x)?.as_ptr(), node.dtype.to_ggml())
+                }
+                // Leaves never come here, and `ops` records each operation with its own number of operands.
+                _ => return Err(ArenaFull),
+            };
+            non_null(raw)
+        }
+    }
+
+    /// `x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))`, which is tanh-GELU. The processor's own looks it up in a table of
+    /// half-precision numbers: an error of 1e-3.
+    ///
+    /// # Safety
+    /// As for `operation`; `x` is contiguous.
+    unsafe fn gelu_tanh(&self, x: RawTensor) -> *mut sys::ggml_tensor {
+        const SLOPE: f32 = 1.595_769_1;
+        let (ctx, x) = (self.arena.as_ptr(), x.as_ptr());
+        // SAFETY: all operands have the shape of `x` and are contiguous; the rest is the caller's promise.
+        unsafe {
+            let bent = sys::ggml_scale_bias(ctx, sys::ggml_sqr(ctx, x), SLOPE * 0.044_715, SLOPE);
+            sys::ggml_mul(ctx, sys::ggml_sigmoid(ctx, sys::ggml_mul(ctx, bent, x)), x)
+        }
+    }
+
+    /// `x w^T`.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn matmul(&self, w: RawTensor, x: RawTensor) -> Result<*mut sys::ggml_tensor, ArenaFull> {
+        // SAFETY: rows of both are contiguous, a transposed weight is copied first, the rest is the caller's promise.
+        unsafe {
+            let mut w = self.rows(w)?;
+            if sys::ggml_is_transposed(w.as_ptr()) {
+                w = self.copy(w)?;
+            }
+            Ok(sys::ggml_mul_mat(self.arena.as_ptr(), w.as_ptr(), self.rows(x)?.as_ptr()))
+        }
+    }
+
+    /// Fused attention where the device has it, else product, softmax, product.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn attention(
+        &self,
+        q: RawTensor,
+        k: RawTensor,
+        v: RawTensor,
+        mask: Option<RawTensor>,
+        scale: f32,
+    ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
+        let ctx = self.arena.as_ptr();
+        // SAFETY: shapes and types were checked when recorded; rows are made contiguous, masks wholly so.
+        unsafe {
+            let mask = match mask {
+                Some(mask) => self.whole(mask)?.as_ptr(),
+                None => std::ptr::null_mut(),
+            };
+            let (q, k, v) = (self.rows(q)?, self.rows(k)?, self.rows(v)?);
+            let fused = sys::ggml_flash_attn_ext(ctx, q.as_ptr(), k.as_ptr(), v.as_ptr(), mask, scale, 0.0, 0.0);
+            if !fused.is_null() && self.backend.supports(fused) {
+                sys::ggml_flash_attn_ext_set_prec(fused, sys::GGML_PREC_F32);
+                return Ok(fused);
+            }
+            let scores = self.matmul(k, q)?;
+            let weights = sys::ggml_soft_max_ext(ctx, scores, mask, scale, 0.0);
+            // [kv_heads, tokens, e] -> [kv_heads, e, tokens], so that a product can run along the tokens.
+            let values = self.copy(non_null(sys::ggml_transpose(ctx, v.as_ptr()))?)?;
+            let mixed = sys::ggml_mul_mat(ctx, values.as_ptr(), weights);
+            Ok(self.copy(non_null(sys::ggml_permute(ctx, mixed, 0, 2, 1, 3))?)?.as_ptr())
+        }
+    }
+
+    /// Convolution: ggml's own where the device has it, else patches times kernel.
+    ///
+    /// # Safety
+    /// As for `operation`; both operands are contiguous.
+    unsafe fn conv2d(
+        &self,
+        kernel: RawTensor,
+        x: RawTensor,
+        stride: i32,
+        padding: i32,
+    ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
+        let ctx = self.arena.as_ptr();
+        // SAFETY: shapes were checked when recorded, contiguity by the caller.
+        unsafe {
+            let direct =
+                sys::ggml_conv_2d_direct(ctx, kernel.as_ptr(), x.as_ptr(), stride, stride, padding, padding, 1, 1);
+            if !direct.is_null() && self.backend.supports(direct) {
+                return Ok(direct);
+            }
+            let [kw, kh, input, output] = kernel.as_ref().ne;
+            let patches = non_null(sys::ggml_im2col(
+                ctx,
+                kernel.as_ptr(),
+                x.as_ptr(),
+                stride,
+                stride,
+                padding,
+                padding,
+                1,
+                1,
+                true,
+                kernel.as_ref().type_,
+            ))?;
+            let [depth, width, height, count] = patches.as_ref().ne;
+            let rows = sys::ggml_reshape_2d(ctx, patches.as_ptr(), depth, width * height * count);
+            let flat = sys::ggml_reshape_2d(ctx, kernel.as_ptr(), kw * kh * input, output);
+            let product = sys::ggml_mul_mat(ctx, rows, flat);
+            let channels_first = sys::ggml_reshape_4d(ctx, product, width, height, count, output);
+            Ok(self.copy(non_null(sys::ggml_permute(ctx, channels_first, 0, 1, 3, 2))?)?.as_ptr())
+        }
+    }
+
+    /// `x`, copied unless its rows are contiguous.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn rows(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+        // SAFETY: `x` is live.
+        unsafe {
+            let contiguous = x.as_ref().nb[0] == sys::ggml_type_size(x.as_ref().type_);
+            if contiguous { Ok(x) } else { self.copy(x) }
+        }
+    }
+
+    /// `x`, copied unless all of it is contiguous.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn whole(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+        // SAFETY: `x` is live.
+        unsafe { if sys::ggml_is_contiguous(x.as_ptr()) { Ok(x) } else { self.copy(x) } }
+    }
+
+    /// A contiguous copy.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn copy(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+        // SAFETY: `x` is live and the arena has room.
+        non_null(unsafe { sys::ggml_cont(self.arena.as_ptr(), x.as_ptr()) })
+    }
+}
+
+fn non_null(raw: *mut sys::ggml_tensor) -> Result<RawTensor, ArenaFull> {
+    RawTensor::new(raw).ok_or(ArenaFull)
+}

@@ -1,0 +1,74 @@
+//! The operations a graph is made of.
+
+/// One operation; operands and result shape are kept beside it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Op {
+    /// Set before each run.
+    Input,
+    /// Number of a value kept with the plan.
+    Constant(usize),
+    /// Number of a model's parameter.
+    Param(usize),
+    /// Element by element, the second operand repeated.
+    Binary(Binary),
+    /// `x * scale + offset`.
+    Affine { scale: f32, offset: f32 },
+    /// Element by element.
+    Unary(Unary),
+    /// Over the innermost dimension.
+    Norm { kind: Norm, eps: f32 },
+    /// `x w^T`.
+    MatMul,
+    /// Softmax over the innermost dimension of `x * scale + mask`.
+    Softmax { scale: f32 },
+    /// `softmax(q k^T * scale + mask) v`, tokens before heads in the result.
+    Attention { scale: f32 },
+    /// The same elements in order under another shape.
+    Reshape,
+    /// Dimensions in another order: a view.
+    Permute { axes: Vec<usize> },
+    /// Part of one dimension: a view.
+    Slice { axis: usize, start: usize },
+    /// Two tensors one behind the other.
+    Concat { axis: usize },
+    /// Rows of a matrix by number.
+    Rows,
+    /// Two-dimensional convolution with zeros around.
+    Conv2d { stride: usize, padding: usize },
+    /// Each pixel repeated.
+    UpscaleNearest { factor: usize },
+    /// Zeros behind the last row and column.
+    PadEnd { rows: usize, columns: usize },
+    /// Another element type.
+    Cast,
+}
+
+/// Operations on two tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+}
+
+/// Operations on one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unary {
+    Silu,
+    GeluTanh,
+    GeluErf,
+    Tanh,
+    Sigmoid,
+}
+
+/// Normalisations of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Norm {
+    /// Mean 0, variance 1.
+    Layer,
+    /// Mean square 1.
+    Rms,
+    /// Euclidean length 1; `eps` is the least length.
+    L2,
+}

@@ -1,0 +1,62 @@
+//! Operations on pictures `[n, channels, height, width]`.
+
+use std::panic::Location;
+
+use sd_backend::DType;
+
+use super::expect;
+use crate::graph::Tensor;
+use crate::op::Op;
+use crate::shape::{self, Shape};
+
+impl<'g> Tensor<'g> {
+    /// Convolution with a kernel `[out, in, kh, kw]` in F32 or F16, zeros around.
+    #[track_caller]
+    pub fn conv2d(self, kernel: Tensor<'g>, stride: usize, padding: usize) -> Tensor<'g> {
+        let rule = expect(self, "the picture", DType::F32).and_then(|()| {
+            if !matches!(kernel.dtype(), DType::F32 | DType::F16) {
+                return Err(format!("a kernel cannot be {}", kernel.dtype()).into());
+            }
+            let small = |value: usize| i32::try_from(value).is_ok();
+            if !small(stride) || !small(padding) {
+                return Err("stride or padding is beyond all pictures".into());
+            }
+            shape::conv2d(self.shape(), kernel.shape(), stride, padding)
+        });
+        let op = Op::Conv2d { stride, padding };
+        self.graph().record("conv2d", op, &[self, kernel], DType::F32, rule, Location::caller())
+    }
+
+    /// Each pixel repeated `factor` times in both directions.
+    #[track_caller]
+    pub fn upscale_nearest(self, factor: usize) -> Tensor<'g> {
+        let rule = expect(self, "the picture", DType::F32).and_then(|()| shape::upscale(self.shape(), factor));
+        self.graph().record(
+            "upscale_nearest",
+            Op::UpscaleNearest { factor },
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
+    }
+
+    /// Zeros behind the last `rows` and `columns` of the two innermost dimensions.
+    #[track_caller]
+    pub fn pad_end(self, rows: usize, columns: usize) -> Tensor<'g> {
+        let rule = expect(self, "the picture", DType::F32).and_then(|()| {
+            if i32::try_from(rows).is_err() || i32::try_from(columns).is_err() {
+                return Err("padding is beyond all pictures".into());
+            }
+            let mut dims = self.shape().dims().to_vec();
+            let [.., height, width] = dims.as_mut_slice() else {
+                return Err("padding takes two dimensions".into());
+            };
+            *height = height.saturating_add(rows);
+            *width = width.saturating_add(columns);
+            Shape::new(&dims)
+        });
+        let op = Op::PadEnd { rows, columns };
+        self.graph().record("pad_end", op, &[self], DType::F32, rule, Location::caller())
+    }
+}

@@ -1,0 +1,80 @@
+//! Parameters: named weights of a model, declared first and loaded later.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use sd_backend::{Buffer, DType};
+
+use crate::shape::Shape;
+
+/// A parameter of a model: a name, a shape, a type and, once loaded, a place in memory. A cheap shared handle.
+///
+/// Made by [`Scope::param`](crate::Scope::param).
+#[derive(Clone)]
+pub struct Param(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    shape: Shape,
+    dtype: DType,
+    place: OnceLock<Place>,
+}
+
+/// Where a loaded parameter lies.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub buffer: Arc<Buffer>,
+    pub offset: usize,
+}
+
+impl Param {
+    pub(crate) fn new(name: String, shape: Shape, dtype: DType) -> Param {
+        Param(Arc::new(Inner { name, shape, dtype, place: OnceLock::new() }))
+    }
+
+    /// The name in the checkpoint.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The shape, outermost first.
+    pub fn shape(&self) -> Shape {
+        self.0.shape
+    }
+
+    /// The element type in memory, which a load may have converted to.
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// Bytes it takes in memory.
+    pub fn bytes(&self) -> usize {
+        let inner = self.0.shape.inner();
+        self.0.dtype.row_bytes(inner).map_or(0, |row| row * (self.0.shape.elements() / inner))
+    }
+
+    /// Whether its values are in memory.
+    pub fn is_loaded(&self) -> bool {
+        self.0.place.get().is_some()
+    }
+
+    pub(crate) fn place(&self) -> Option<&Place> {
+        self.0.place.get()
+    }
+
+    pub(crate) fn set_place(&self, place: Place) {
+        // A parameter is loaded once, by the loader that declared it; a second time would change nothing.
+        let _ = self.0.place.set(place);
+    }
+
+    /// Tells one parameter from another, whatever their names.
+    pub(crate) fn key(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+}
+
+impl fmt::Debug for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Param({} {} {})", self.0.name, self.0.dtype, self.0.shape)
+    }
+}

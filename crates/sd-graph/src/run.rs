@@ -1,0 +1,78 @@
+//! What belongs to a run and not to a process: cancelling it, hearing of its progress.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use sd_backend::Error;
+
+/// Stops a run from outside. Clones stop the same run.
+///
+/// Honoured between steps and, where the device can, between the operations of a graph. A run that was stopped returns
+/// [`sd_backend::Error::Cancelled`] and leaves nothing behind.
+#[derive(Debug, Clone, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// A handle that nobody has used yet.
+    pub fn new() -> Cancel {
+        Cancel::default()
+    }
+
+    /// Asks the run to stop. Cannot be taken back.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the run was asked to stop.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Ends a run that was asked to stop.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`].
+    pub fn check(&self) -> Result<(), Error> {
+        if self.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    pub(crate) fn flag(&self) -> &AtomicBool {
+        &self.0
+    }
+}
+
+/// Something that a run has done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// Parameters were brought into memory.
+    Loading {
+        /// Tensors so far.
+        done: usize,
+        /// Tensors in all.
+        total: usize,
+        /// Bytes so far.
+        bytes: u64,
+    },
+    /// A named stage has begun: `encode`, `denoise`, `decode`.
+    Stage(&'static str),
+    /// A step of a sampler was done.
+    Step {
+        /// Steps so far.
+        done: usize,
+        /// Steps in all.
+        total: usize,
+    },
+}
+
+/// Hears of progress, on the thread that runs. Implemented by every `FnMut(&Progress)`.
+pub trait Reporter {
+    /// Called after something was done; quick, since the run waits for it.
+    fn report(&mut self, progress: &Progress);
+}
+
+impl<F: FnMut(&Progress)> Reporter for F {
+    fn report(&mut self, progress: &Progress) {
+        self(progress);
+    }
+}

@@ -1,0 +1,7 @@
+//! Integration tests of `sd-graph`.
+
+mod checkpoint;
+mod loading;
+mod ops;
+mod plans;
+mod reference;
