@@ -17,7 +17,10 @@ pub struct PlanCache<K> {
 impl<K: PartialEq> PlanCache<K> {
     /// A cache for up to `room` plans, at least one.
     pub fn new(room: usize) -> PlanCache<K> {
-        PlanCache { plans: Vec::new(), room: room.max(1) }
+        PlanCache {
+            plans: Vec::new(),
+            room: room.max(1),
+        }
     }
 
     /// The plan for `key`, built by `build` if there is none.
@@ -59,7 +62,10 @@ impl<K: PartialEq> PlanCache<K> {
 
     /// Bytes that all plans hold for what they compute.
     pub fn compute_bytes(&self) -> u64 {
-        self.plans.iter().map(|(_, plan)| plan.compute_bytes()).sum()
+        self.plans
+            .iter()
+            .map(|(_, plan)| plan.compute_bytes())
+            .sum()
     }
 
     /// Number of plans.

@@ -99,7 +99,10 @@ impl Recording {
     /// The first mistake in it.
     pub(crate) fn of(build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Recording, GraphError> {
         let recording = RefCell::new(Recording::default());
-        build(Graph { recording: &recording, brand: PhantomData });
+        build(Graph {
+            recording: &recording,
+            brand: PhantomData,
+        });
         let mut recording = recording.into_inner();
         match recording.error.take() {
             Some(error) => Err(error),
@@ -129,14 +132,24 @@ impl Recording {
         }
     }
 
-    fn fail(&mut self, operation: &'static str, sources: &[TensorId], reason: Reason, location: &Location<'_>) {
+    fn fail(
+        &mut self,
+        operation: &'static str,
+        sources: &[TensorId],
+        reason: Reason,
+        location: &Location<'_>,
+    ) {
         if self.error.is_some() {
             return;
         }
         let operands: Vec<String> = sources.iter().map(|&id| self.describe(id)).collect();
         self.error = Some(GraphError {
             operation,
-            operands: if operands.is_empty() { "nothing".to_owned() } else { operands.join(" and ") },
+            operands: if operands.is_empty() {
+                "nothing".to_owned()
+            } else {
+                operands.join(" and ")
+            },
             location: format!("{}:{}", location.file(), location.line()),
             reason: reason.into_owned(),
         });
@@ -180,12 +193,28 @@ impl<'g> Graph<'g> {
             Shape::ONE
         });
         if recording.inputs.iter().any(|input| input.name == name) {
-            recording.fail("input", &[], format!("two inputs are called `{name}`").into(), location);
+            recording.fail(
+                "input",
+                &[],
+                format!("two inputs are called `{name}`").into(),
+                location,
+            );
         }
-        let tensor = recording.push(Node { op: Op::Input, sources: Vec::new(), shape, dtype: T::DTYPE });
-        recording.inputs.push(Named { name: name.to_owned(), tensor });
+        let tensor = recording.push(Node {
+            op: Op::Input,
+            sources: Vec::new(),
+            shape,
+            dtype: T::DTYPE,
+        });
+        recording.inputs.push(Named {
+            name: name.to_owned(),
+            tensor,
+        });
         drop(recording);
-        Tensor { graph: self, id: tensor }
+        Tensor {
+            graph: self,
+            id: tensor,
+        }
     }
 
     /// A value that is known when the graph is built and kept with the plan.
@@ -206,8 +235,15 @@ impl<'g> Graph<'g> {
                 Shape::ONE
             });
         let index = recording.constants.len();
-        recording.constants.push(bytemuck::cast_slice(values).to_vec());
-        let id = recording.push(Node { op: Op::Constant(index), sources: Vec::new(), shape, dtype: T::DTYPE });
+        recording
+            .constants
+            .push(bytemuck::cast_slice(values).to_vec());
+        let id = recording.push(Node {
+            op: Op::Constant(index),
+            sources: Vec::new(),
+            shape,
+            dtype: T::DTYPE,
+        });
         drop(recording);
         Tensor { graph: self, id }
     }
@@ -220,8 +256,12 @@ impl<'g> Graph<'g> {
             None => {
                 let index = recording.params.len();
                 recording.params.push(param.clone());
-                let node =
-                    Node { op: Op::Param(index), sources: Vec::new(), shape: param.shape(), dtype: param.dtype() };
+                let node = Node {
+                    op: Op::Param(index),
+                    sources: Vec::new(),
+                    shape: param.shape(),
+                    dtype: param.dtype(),
+                };
                 let id = recording.push(node);
                 recording.param_nodes.insert(param.key(), id);
                 id
@@ -237,9 +277,17 @@ impl<'g> Graph<'g> {
         let location = Location::caller();
         let mut recording = self.recording.borrow_mut();
         if recording.outputs.iter().any(|output| output.name == name) {
-            recording.fail("output", &[tensor.id], format!("two outputs are called `{name}`").into(), location);
+            recording.fail(
+                "output",
+                &[tensor.id],
+                format!("two outputs are called `{name}`").into(),
+                location,
+            );
         }
-        recording.outputs.push(Named { name: name.to_owned(), tensor: tensor.id });
+        recording.outputs.push(Named {
+            name: name.to_owned(),
+            tensor: tensor.id,
+        });
     }
 
     /// Promises that all numbers in `index` are below `rows`: at once for a constant, before each run for an input.
@@ -252,7 +300,9 @@ impl<'g> Graph<'g> {
                 Ok(())
             }
             Op::Constant(number) => check_index(&recording.constants[number], rows),
-            _ => Err("row numbers must be an input or a constant, so that they can be checked".into()),
+            _ => Err(
+                "row numbers must be an input or a constant, so that they can be checked".into(),
+            ),
         }
     }
 
@@ -271,9 +321,15 @@ impl<'g> Graph<'g> {
         let mut recording = self.recording.borrow_mut();
         let shape = shape.unwrap_or_else(|reason| {
             recording.fail(operation, &ids, reason, location);
-            ids.first().map_or(Shape::ONE, |&id| recording.node(id).shape)
+            ids.first()
+                .map_or(Shape::ONE, |&id| recording.node(id).shape)
         });
-        let id = recording.push(Node { op, sources: ids, shape, dtype });
+        let id = recording.push(Node {
+            op,
+            sources: ids,
+            shape,
+            dtype,
+        });
         drop(recording);
         Tensor { graph: self, id }
     }

@@ -40,9 +40,11 @@ pub fn load(
     let mut total = 0_usize;
     for param in params {
         offsets.push(total);
-        total = param.bytes().checked_next_multiple_of(alignment).and_then(|bytes| total.checked_add(bytes)).ok_or_else(
-            || device.out_of_memory(u64::MAX),
-        )?;
+        total = param
+            .bytes()
+            .checked_next_multiple_of(alignment)
+            .and_then(|bytes| total.checked_add(bytes))
+            .ok_or_else(|| device.out_of_memory(u64::MAX))?;
     }
     if params.is_empty() {
         return Ok(LoadReport::default());
@@ -50,12 +52,19 @@ pub fn load(
     let buffer = Arc::new(Buffer::allocate(device, total, BufferUsage::Weights)?);
     let arena = Arena::new(params.len(), false).map_err(|_| device.out_of_memory(total as u64))?;
 
-    let mut report = LoadReport { bytes: total as u64, converted: 0 };
+    let mut report = LoadReport {
+        bytes: total as u64,
+        converted: 0,
+    };
     let mut stored_bytes = Vec::new();
     let mut memory_bytes = Vec::new();
     for (index, (param, &offset)) in params.iter().zip(&offsets).enumerate() {
         cancel.check()?;
-        let info = checkpoint.get(param.name()).ok_or_else(|| Error::NotDeclared { name: param.name().to_owned() })?;
+        let info = checkpoint
+            .get(param.name())
+            .ok_or_else(|| Error::NotDeclared {
+                name: param.name().to_owned(),
+            })?;
         stored_bytes.clear();
         stored_bytes.resize(info.bytes as usize, 0);
         checkpoint.read(param.name(), &mut stored_bytes)?;
@@ -63,31 +72,54 @@ pub fn load(
             &stored_bytes
         } else {
             report.converted += param.bytes() as u64;
-            convert(&stored_bytes, info.stored, param.dtype(), &mut memory_bytes)
-                .ok_or_else(|| Error::NotDeclared { name: param.name().to_owned() })?;
+            convert(&stored_bytes, info.stored, param.dtype(), &mut memory_bytes).ok_or_else(
+                || Error::NotDeclared {
+                    name: param.name().to_owned(),
+                },
+            )?;
             &memory_bytes
         };
         if bytes.len() != param.bytes() {
-            return Err(Error::NotDeclared { name: param.name().to_owned() });
+            return Err(Error::NotDeclared {
+                name: param.name().to_owned(),
+            });
         }
-        let tensor = arena.tensor(param.dtype(), param.shape()).map_err(|_| device.out_of_memory(total as u64))?;
+        let tensor = arena
+            .tensor(param.dtype(), param.shape())
+            .map_err(|_| device.out_of_memory(total as u64))?;
         // SAFETY: the tensor is fresh; its bytes lie inside the buffer (`total` is the sum of all), aligned as the
         // device asks; exactly `param.bytes()` bytes are copied from a slice of that length.
         let status = unsafe {
             let base = sys::ggml_backend_buffer_get_base(buffer.as_ptr()).cast::<u8>();
-            let status = sys::ggml_backend_tensor_alloc(buffer.as_ptr(), tensor.as_ptr(), base.add(offset).cast());
+            let status = sys::ggml_backend_tensor_alloc(
+                buffer.as_ptr(),
+                tensor.as_ptr(),
+                base.add(offset).cast(),
+            );
             if status == sys::GGML_STATUS_SUCCESS {
-                sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len());
+                sys::ggml_backend_tensor_set(
+                    tensor.as_ptr(),
+                    bytes.as_ptr().cast(),
+                    0,
+                    bytes.len(),
+                );
             }
             status
         };
         if status != sys::GGML_STATUS_SUCCESS {
             return Err(device.out_of_memory(param.bytes() as u64).into());
         }
-        progress.report(&Progress::Loading { done: index + 1, total: params.len(), bytes: (offset + bytes.len()) as u64 });
+        progress.report(&Progress::Loading {
+            done: index + 1,
+            total: params.len(),
+            bytes: (offset + bytes.len()) as u64,
+        });
     }
     for (param, offset) in params.iter().zip(offsets) {
-        param.set_place(Place { buffer: Arc::clone(&buffer), offset });
+        param.set_place(Place {
+            buffer: Arc::clone(&buffer),
+            offset,
+        });
     }
     Ok(report)
 }
@@ -95,7 +127,9 @@ pub fn load(
 fn is_same(stored: StoredType, memory: DType) -> bool {
     matches!(
         (stored, memory),
-        (StoredType::F32, DType::F32) | (StoredType::F16, DType::F16) | (StoredType::BF16, DType::BF16)
+        (StoredType::F32, DType::F32)
+            | (StoredType::F16, DType::F16)
+            | (StoredType::BF16, DType::BF16)
     )
 }
 
@@ -105,13 +139,15 @@ fn convert(from: &[u8], stored: StoredType, memory: DType, into: &mut Vec<u8>) -
     macro_rules! each {
         ($bytes:literal, $number:ty) => {
             match memory {
-                DType::F32 => map(from, into, |b: [u8; $bytes]| (<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()),
-                DType::F16 => {
-                    map(from, into, |b: [u8; $bytes]| f16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes())
-                }
-                DType::BF16 => {
-                    map(from, into, |b: [u8; $bytes]| bf16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes())
-                }
+                DType::F32 => map(from, into, |b: [u8; $bytes]| {
+                    (<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
+                }),
+                DType::F16 => map(from, into, |b: [u8; $bytes]| {
+                    f16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
+                }),
+                DType::BF16 => map(from, into, |b: [u8; $bytes]| {
+                    bf16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
+                }),
                 _ => return None,
             }
         };
@@ -127,11 +163,19 @@ fn convert(from: &[u8], stored: StoredType, memory: DType, into: &mut Vec<u8>) -
 }
 
 /// Turns every `N` bytes of `from` into `M` bytes of `into`, on all cores.
-fn map<const N: usize, const M: usize>(from: &[u8], into: &mut Vec<u8>, each: impl Fn([u8; N]) -> [u8; M] + Sync) {
+fn map<const N: usize, const M: usize>(
+    from: &[u8],
+    into: &mut Vec<u8>,
+    each: impl Fn([u8; N]) -> [u8; M] + Sync,
+) {
     let numbers = from.as_chunks::<N>().0;
     into.resize(numbers.len() * M, 0);
     let places = into.as_chunks_mut::<M>().0;
-    places.par_iter_mut().zip(numbers).with_min_len(1 << 14).for_each(|(place, &number)| *place = each(number));
+    places
+        .par_iter_mut()
+        .zip(numbers)
+        .with_min_len(1 << 14)
+        .for_each(|(place, &number)| *place = each(number));
 }
 
 /// Numbers that single precision can be made of.
@@ -163,12 +207,20 @@ mod tests {
         convert(&bytes, StoredType::F32, DType::F16, &mut half_bytes).unwrap();
         let mut back = Vec::new();
         convert(&half_bytes, StoredType::F16, DType::F32, &mut back).unwrap();
-        let back: Vec<f32> = back.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+        let back: Vec<f32> = back
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|&b| f32::from_le_bytes(b))
+            .collect();
         for (was, is) in values.iter().zip(&back) {
             // Half precision keeps eleven bits.
             assert!((was - is).abs() <= was.abs() / 2048.0, "{was} became {is}");
         }
-        let doubles: Vec<u8> = values.iter().flat_map(|&v| f64::from(v).to_le_bytes()).collect();
+        let doubles: Vec<u8> = values
+            .iter()
+            .flat_map(|&v| f64::from(v).to_le_bytes())
+            .collect();
         let mut singles = Vec::new();
         convert(&doubles, StoredType::F64, DType::F32, &mut singles).unwrap();
         assert_eq!(singles, bytes);

@@ -38,8 +38,13 @@ pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered,
             Op::Input | Op::Constant(_) | Op::Param(_) => arena.tensor(node.dtype, node.shape)?,
             _ => {
                 arena.take(TENSORS_PER_OPERATION)?;
-                let sources: Vec<RawTensor> = node.sources.iter().map(|id| tensors[id.index()]).collect();
-                Lowering { arena: &arena, backend }.operation(node, &sources)?
+                let sources: Vec<RawTensor> =
+                    node.sources.iter().map(|id| tensors[id.index()]).collect();
+                Lowering {
+                    arena: &arena,
+                    backend,
+                }
+                .operation(node, &sources)?
             }
         };
         if node.op == Op::Input {
@@ -69,21 +74,30 @@ pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered,
         }
         outputs.push(tensor);
     }
-    Ok(Lowered { _arena: arena, graph, tensors, outputs })
+    Ok(Lowered {
+        _arena: arena,
+        graph,
+        tensors,
+        outputs,
+    })
 }
 
 /// The first node of the graph that the backend cannot run, by ggml's name of the operation.
 pub(crate) fn unsupported(lowered: &Lowered, backend: &Backend) -> Option<String> {
     // SAFETY: the graph and its nodes live in the arena; indices stay below the count.
     unsafe {
-        (0..sys::ggml_graph_n_nodes(lowered.graph)).map(|index| sys::ggml_graph_node(lowered.graph, index)).find_map(
-            |node| {
+        (0..sys::ggml_graph_n_nodes(lowered.graph))
+            .map(|index| sys::ggml_graph_node(lowered.graph, index))
+            .find_map(|node| {
                 if backend.supports(node) {
                     return None;
                 }
-                Some(std::ffi::CStr::from_ptr(sys::ggml_op_desc(node)).to_string_lossy().into_owned())
-            },
-        )
+                Some(
+                    std::ffi::CStr::from_ptr(sys::ggml_op_desc(node))
+                        .to_string_lossy()
+                        .into_owned(),
+                )
+            })
     }
 }
 
@@ -115,7 +129,9 @@ impl Lowering<'_> {
                 (&Op::Affine { scale, offset }, &[x]) => {
                     sys::ggml_scale_bias(ctx, self.whole(x)?.as_ptr(), scale, offset)
                 }
-                (Op::Unary(Unary::GeluTanh), &[x]) if self.backend.device().kind() == DeviceKind::Cpu => {
+                (Op::Unary(Unary::GeluTanh), &[x])
+                    if self.backend.device().kind() == DeviceKind::Cpu =>
+                {
                     self.gelu_tanh(self.whole(x)?)
                 }
                 (Op::Unary(op), &[x]) => {
@@ -137,11 +153,17 @@ impl Lowering<'_> {
                     build(ctx, self.rows(x)?.as_ptr(), eps)
                 }
                 (Op::MatMul, &[x, w]) => self.matmul(w, x)?,
-                (&Op::Softmax { scale }, &[x]) => {
-                    sys::ggml_soft_max_ext(ctx, self.whole(x)?.as_ptr(), std::ptr::null_mut(), scale, 0.0)
-                }
+                (&Op::Softmax { scale }, &[x]) => sys::ggml_soft_max_ext(
+                    ctx,
+                    self.whole(x)?.as_ptr(),
+                    std::ptr::null_mut(),
+                    scale,
+                    0.0,
+                ),
                 (&Op::Attention { scale }, &[q, k, v]) => self.attention(q, k, v, None, scale)?,
-                (&Op::Attention { scale }, &[q, k, v, mask]) => self.attention(q, k, v, Some(mask), scale)?,
+                (&Op::Attention { scale }, &[q, k, v, mask]) => {
+                    self.attention(q, k, v, Some(mask), scale)?
+                }
                 (Op::Reshape, &[x]) => {
                     sys::ggml_reshape_4d(ctx, self.whole(x)?.as_ptr(), ne[0], ne[1], ne[2], ne[3])
                 }
@@ -157,25 +179,46 @@ impl Lowering<'_> {
                 (&Op::Slice { axis, start }, &[x]) => {
                     let nb = x.as_ref().nb;
                     let offset = start * nb[node.shape.ggml_axis(axis) as usize];
-                    sys::ggml_view_4d(ctx, x.as_ptr(), ne[0], ne[1], ne[2], ne[3], nb[1], nb[2], nb[3], offset)
+                    sys::ggml_view_4d(
+                        ctx,
+                        x.as_ptr(),
+                        ne[0],
+                        ne[1],
+                        ne[2],
+                        ne[3],
+                        nb[1],
+                        nb[2],
+                        nb[3],
+                        offset,
+                    )
                 }
                 (&Op::Concat { axis }, &[a, b]) => {
                     let (a, b) = (self.whole(a)?, self.whole(b)?);
                     sys::ggml_concat(ctx, a.as_ptr(), b.as_ptr(), node.shape.ggml_axis(axis))
                 }
-                (Op::Rows, &[table, index]) => {
-                    sys::ggml_get_rows(ctx, self.whole(table)?.as_ptr(), self.whole(index)?.as_ptr())
-                }
+                (Op::Rows, &[table, index]) => sys::ggml_get_rows(
+                    ctx,
+                    self.whole(table)?.as_ptr(),
+                    self.whole(index)?.as_ptr(),
+                ),
                 (&Op::Conv2d { stride, padding }, &[x, kernel]) => {
                     let (stride, padding) = (stride as i32, padding as i32);
                     self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding)?
                 }
-                (&Op::UpscaleNearest { factor }, &[x]) => {
-                    sys::ggml_upscale(ctx, self.whole(x)?.as_ptr(), factor as i32, sys::GGML_SCALE_MODE_NEAREST)
-                }
-                (&Op::PadEnd { rows, columns }, &[x]) => {
-                    sys::ggml_pad(ctx, self.whole(x)?.as_ptr(), columns as i32, rows as i32, 0, 0)
-                }
+                (&Op::UpscaleNearest { factor }, &[x]) => sys::ggml_upscale(
+                    ctx,
+                    self.whole(x)?.as_ptr(),
+                    factor as i32,
+                    sys::GGML_SCALE_MODE_NEAREST,
+                ),
+                (&Op::PadEnd { rows, columns }, &[x]) => sys::ggml_pad(
+                    ctx,
+                    self.whole(x)?.as_ptr(),
+                    columns as i32,
+                    rows as i32,
+                    0,
+                    0,
+                ),
                 (Op::Cast, &[x]) => {
                     // A cast to the same type would be a view of nothing new; a copy keeps the rule that it is fresh.
                     sys::ggml_cast(ctx, self.whole(x)?.as_ptr(), node.dtype.to_ggml())
@@ -206,14 +249,22 @@ impl Lowering<'_> {
     ///
     /// # Safety
     /// As for `operation`.
-    unsafe fn matmul(&self, w: RawTensor, x: RawTensor) -> Result<*mut sys::ggml_tensor, ArenaFull> {
+    unsafe fn matmul(
+        &self,
+        w: RawTensor,
+        x: RawTensor,
+    ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
         // SAFETY: rows of both are contiguous, a transposed weight is copied first, the rest is the caller's promise.
         unsafe {
             let mut w = self.rows(w)?;
             if sys::ggml_is_transposed(w.as_ptr()) {
                 w = self.copy(w)?;
             }
-            Ok(sys::ggml_mul_mat(self.arena.as_ptr(), w.as_ptr(), self.rows(x)?.as_ptr()))
+            Ok(sys::ggml_mul_mat(
+                self.arena.as_ptr(),
+                w.as_ptr(),
+                self.rows(x)?.as_ptr(),
+            ))
         }
     }
 
@@ -237,7 +288,16 @@ impl Lowering<'_> {
                 None => std::ptr::null_mut(),
             };
             let (q, k, v) = (self.rows(q)?, self.rows(k)?, self.rows(v)?);
-            let fused = sys::ggml_flash_attn_ext(ctx, q.as_ptr(), k.as_ptr(), v.as_ptr(), mask, scale, 0.0, 0.0);
+            let fused = sys::ggml_flash_attn_ext(
+                ctx,
+                q.as_ptr(),
+                k.as_ptr(),
+                v.as_ptr(),
+                mask,
+                scale,
+                0.0,
+                0.0,
+            );
             if !fused.is_null() && self.backend.supports(fused) {
                 sys::ggml_flash_attn_ext_set_prec(fused, sys::GGML_PREC_F32);
                 return Ok(fused);
@@ -247,7 +307,9 @@ impl Lowering<'_> {
             // [kv_heads, tokens, e] -> [kv_heads, e, tokens], so that a product can run along the tokens.
             let values = self.copy(non_null(sys::ggml_transpose(ctx, v.as_ptr()))?)?;
             let mixed = sys::ggml_mul_mat(ctx, values.as_ptr(), weights);
-            Ok(self.copy(non_null(sys::ggml_permute(ctx, mixed, 0, 2, 1, 3))?)?.as_ptr())
+            Ok(self
+                .copy(non_null(sys::ggml_permute(ctx, mixed, 0, 2, 1, 3))?)?
+                .as_ptr())
         }
     }
 
@@ -265,8 +327,17 @@ impl Lowering<'_> {
         let ctx = self.arena.as_ptr();
         // SAFETY: shapes were checked when recorded, contiguity by the caller.
         unsafe {
-            let direct =
-                sys::ggml_conv_2d_direct(ctx, kernel.as_ptr(), x.as_ptr(), stride, stride, padding, padding, 1, 1);
+            let direct = sys::ggml_conv_2d_direct(
+                ctx,
+                kernel.as_ptr(),
+                x.as_ptr(),
+                stride,
+                stride,
+                padding,
+                padding,
+                1,
+                1,
+            );
             if !direct.is_null() && self.backend.supports(direct) {
                 return Ok(direct);
             }
@@ -289,7 +360,16 @@ impl Lowering<'_> {
             let flat = sys::ggml_reshape_2d(ctx, kernel.as_ptr(), kw * kh * input, output);
             let product = sys::ggml_mul_mat(ctx, rows, flat);
             let channels_first = sys::ggml_reshape_4d(ctx, product, width, height, count, output);
-            Ok(self.copy(non_null(sys::ggml_permute(ctx, channels_first, 0, 1, 3, 2))?)?.as_ptr())
+            Ok(self
+                .copy(non_null(sys::ggml_permute(
+                    ctx,
+                    channels_first,
+                    0,
+                    1,
+                    3,
+                    2,
+                ))?)?
+                .as_ptr())
         }
     }
 
@@ -311,7 +391,13 @@ impl Lowering<'_> {
     /// As for `operation`.
     unsafe fn whole(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
         // SAFETY: `x` is live.
-        unsafe { if sys::ggml_is_contiguous(x.as_ptr()) { Ok(x) } else { self.copy(x) } }
+        unsafe {
+            if sys::ggml_is_contiguous(x.as_ptr()) {
+                Ok(x)
+            } else {
+                self.copy(x)
+            }
+        }
     }
 
     /// A contiguous copy.

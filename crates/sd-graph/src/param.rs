@@ -29,7 +29,12 @@ pub(crate) struct Place {
 
 impl Param {
     pub(crate) fn new(name: String, shape: Shape, dtype: DType) -> Param {
-        Param(Arc::new(Inner { name, shape, dtype, place: OnceLock::new() }))
+        Param(Arc::new(Inner {
+            name,
+            shape,
+            dtype,
+            place: OnceLock::new(),
+        }))
     }
 
     /// The name in the checkpoint.
@@ -50,7 +55,10 @@ impl Param {
     /// Bytes it takes in memory.
     pub fn bytes(&self) -> usize {
         let inner = self.0.shape.inner();
-        self.0.dtype.row_bytes(inner).map_or(0, |row| row * (self.0.shape.elements() / inner))
+        self.0
+            .dtype
+            .row_bytes(inner)
+            .map_or(0, |row| row * (self.0.shape.elements() / inner))
     }
 
     /// Whether its values are in memory.
@@ -75,6 +83,10 @@ impl Param {
 
 impl fmt::Debug for Param {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Param({} {} {})", self.0.name, self.0.dtype, self.0.shape)
+        write!(
+            f,
+            "Param({} {} {})",
+            self.0.name, self.0.dtype, self.0.shape
+        )
     }
 }

@@ -57,7 +57,9 @@ impl Plan {
         let recording = Recording::of(build)?;
         for param in &recording.params {
             let Some(place) = param.place() else {
-                return Err(Error::NotLoaded { name: param.name().to_owned() });
+                return Err(Error::NotLoaded {
+                    name: param.name().to_owned(),
+                });
             };
             if place.buffer.device() != device {
                 return Err(Error::WrongDevice {
@@ -71,7 +73,10 @@ impl Plan {
         bind_params(&recording, &lowered, device)?;
         let constants = place_constants(&recording, &lowered, device)?;
         if let Some(operation) = unsupported(&lowered, backend) {
-            return Err(Error::Unsupported { device: device.name(), operation });
+            return Err(Error::Unsupported {
+                device: device.name(),
+                operation,
+            });
         }
 
         let needed = Allocator::measure(device, &lowered)?;
@@ -82,7 +87,15 @@ impl Plan {
             return Err(device.out_of_memory(needed as u64).into());
         }
         let is_set = vec![false; recording.inputs.len()];
-        Ok(Plan { lowered, allocator, _constants: constants, recording, is_set, has_run: false, device })
+        Ok(Plan {
+            lowered,
+            allocator,
+            _constants: constants,
+            recording,
+            is_set,
+            has_run: false,
+            device,
+        })
     }
 
     /// Gives an input its values for the next run, innermost dimension fastest.
@@ -95,15 +108,22 @@ impl Plan {
         check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
         let bytes: &[u8] = bytemuck::cast_slice(values);
         if let Some(&rows) = self.recording.index_limits.get(&id) {
-            check_index(bytes, rows)
-                .map_err(|reason| Error::WrongValues { name: name.to_owned(), reason: format!("holds {reason}") })?;
+            check_index(bytes, rows).map_err(|reason| Error::WrongValues {
+                name: name.to_owned(),
+                reason: format!("holds {reason}"),
+            })?;
         }
         let tensor = self.lowered.tensors[id.index()];
         // SAFETY: the tensor is live; if the graph uses it, it lies in a buffer with room for all its bytes, which are
         // as many as `values` has (checked above).
         unsafe {
             if !tensor.as_ref().buffer.is_null() {
-                sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len());
+                sys::ggml_backend_tensor_set(
+                    tensor.as_ptr(),
+                    bytes.as_ptr().cast(),
+                    0,
+                    bytes.len(),
+                );
             }
         }
         self.is_set[index] = true;
@@ -124,7 +144,9 @@ impl Plan {
             });
         }
         if let Some(index) = self.is_set.iter().position(|is_set| !is_set) {
-            return Err(Error::InputNotSet { name: self.recording.inputs[index].name.clone() });
+            return Err(Error::InputNotSet {
+                name: self.recording.inputs[index].name.clone(),
+            });
         }
         cancel.check()?;
         self.is_set.fill(false);
@@ -146,12 +168,16 @@ impl Plan {
         let mut values = vec![T::zeroed(); node.shape.elements()];
         check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
         if !self.has_run {
-            return Err(Error::NotRun { name: name.to_owned() });
+            return Err(Error::NotRun {
+                name: name.to_owned(),
+            });
         }
         let tensor = self.lowered.outputs[index];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
         // SAFETY: outputs are contiguous and allocated for the life of the plan; exactly their bytes are read.
-        unsafe { sys::ggml_backend_tensor_get(tensor.as_ptr(), bytes.as_mut_ptr().cast(), 0, bytes.len()) };
+        unsafe {
+            sys::ggml_backend_tensor_get(tensor.as_ptr(), bytes.as_mut_ptr().cast(), 0, bytes.len())
+        };
         Ok(values)
     }
 
@@ -195,15 +221,26 @@ impl Estimate {
             }
         }
         if let Some(operation) = unsupported(&lowered, backend) {
-            return Err(Error::Unsupported { device: device.name(), operation });
+            return Err(Error::Unsupported {
+                device: device.name(),
+                operation,
+            });
         }
         let compute_bytes = Allocator::measure(device, &lowered)? as u64;
         Ok(Estimate {
             // SAFETY: the graph is live.
             nodes: unsafe { sys::ggml_graph_n_nodes(lowered.graph) } as usize,
-            weight_bytes: recording.params.iter().map(|param| param.bytes() as u64).sum(),
+            weight_bytes: recording
+                .params
+                .iter()
+                .map(|param| param.bytes() as u64)
+                .sum(),
             compute_bytes,
-            constant_bytes: recording.constants.iter().map(|bytes| bytes.len() as u64).sum(),
+            constant_bytes: recording
+                .constants
+                .iter()
+                .map(|bytes| bytes.len() as u64)
+                .sum(),
         })
     }
 }
@@ -211,8 +248,11 @@ impl Estimate {
 impl Allocator {
     fn new(device: Device) -> Result<Allocator> {
         // SAFETY: the device and its buffer type live for ever.
-        let raw = unsafe { sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(device.as_ptr())) };
-        NonNull::new(raw).map(Allocator).ok_or_else(|| device.out_of_memory(0).into())
+        let raw =
+            unsafe { sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(device.as_ptr())) };
+        NonNull::new(raw)
+            .map(Allocator)
+            .ok_or_else(|| device.out_of_memory(0).into())
     }
 
     /// Bytes that the graph will need on `device`.
@@ -249,19 +289,27 @@ fn bind_params(recording: &Recording, lowered: &Lowered, device: Device) -> Resu
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
         let Op::Param(index) = node.op else { continue };
         let param = &recording.params[index];
-        let place = param.place().ok_or_else(|| Error::NotLoaded { name: param.name().to_owned() })?;
+        let place = param.place().ok_or_else(|| Error::NotLoaded {
+            name: param.name().to_owned(),
+        })?;
         bind(tensor, &place.buffer, place.offset, device)?;
     }
     Ok(())
 }
 
 /// Allocates and fills the constants of a graph.
-fn place_constants(recording: &Recording, lowered: &Lowered, device: Device) -> Result<Option<Buffer>> {
+fn place_constants(
+    recording: &Recording,
+    lowered: &Lowered,
+    device: Device,
+) -> Result<Option<Buffer>> {
     let alignment = Buffer::alignment(device);
     let mut total = 0_usize;
     let mut placed = Vec::new();
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
-        let Op::Constant(index) = node.op else { continue };
+        let Op::Constant(index) = node.op else {
+            continue;
+        };
         let bytes = recording.constants[index].as_slice();
         placed.push((tensor, bytes, total));
         total = bytes
@@ -277,7 +325,9 @@ fn place_constants(recording: &Recording, lowered: &Lowered, device: Device) -> 
     for (tensor, bytes, offset) in placed {
         bind(tensor, &buffer, offset, device)?;
         // SAFETY: the tensor was just bound to memory of its size, which is that of `bytes` (checked when recorded).
-        unsafe { sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len()) };
+        unsafe {
+            sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len())
+        };
     }
     Ok(Some(buffer))
 }
@@ -288,10 +338,18 @@ fn bind(tensor: RawTensor, buffer: &Buffer, offset: usize, device: Device) -> Re
         let base = sys::ggml_backend_buffer_get_base(buffer.as_ptr()).cast::<u8>();
         sys::ggml_backend_tensor_alloc(buffer.as_ptr(), tensor.as_ptr(), base.add(offset).cast())
     };
-    if status == sys::GGML_STATUS_SUCCESS { Ok(()) } else { Err(device.out_of_memory(0).into()) }
+    if status == sys::GGML_STATUS_SUCCESS {
+        Ok(())
+    } else {
+        Err(device.out_of_memory(0).into())
+    }
 }
 
-fn find(named: &[crate::graph::Named], what: &'static str, name: &str) -> Result<(usize, TensorId)> {
+fn find(
+    named: &[crate::graph::Named],
+    what: &'static str,
+    name: &str,
+) -> Result<(usize, TensorId)> {
     named
         .iter()
         .position(|entry| entry.name == name)
@@ -303,7 +361,12 @@ fn find(named: &[crate::graph::Named], what: &'static str, name: &str) -> Result
         })
 }
 
-fn check_values<T: Element>(name: &str, dtype: sd_backend::DType, wanted: usize, found: usize) -> Result<()> {
+fn check_values<T: Element>(
+    name: &str,
+    dtype: sd_backend::DType,
+    wanted: usize,
+    found: usize,
+) -> Result<()> {
     let reason = if dtype != T::DTYPE {
         format!("holds {dtype}, not {}", T::DTYPE)
     } else if wanted != found {
@@ -311,5 +374,8 @@ fn check_values<T: Element>(name: &str, dtype: sd_backend::DType, wanted: usize,
     } else {
         return Ok(());
     };
-    Err(Error::WrongValues { name: name.to_owned(), reason })
+    Err(Error::WrongValues {
+        name: name.to_owned(),
+        reason,
+    })
 }

@@ -31,7 +31,11 @@ impl Arena {
     pub(crate) fn new(tensors: usize, graph: bool) -> Result<Arena, ArenaFull> {
         // SAFETY: these functions compute sizes from numbers.
         let (tensor_bytes, graph_bytes) = unsafe {
-            let graph_bytes = if graph { sys::ggml_graph_overhead_custom(tensors.max(1), false) } else { 0 };
+            let graph_bytes = if graph {
+                sys::ggml_graph_overhead_custom(tensors.max(1), false)
+            } else {
+                0
+            };
             (sys::ggml_tensor_overhead(), graph_bytes)
         };
         let bytes = tensors
@@ -39,15 +43,23 @@ impl Arena {
             .and_then(|count| count.checked_mul(tensor_bytes))
             .and_then(|bytes| bytes.checked_add(graph_bytes))
             .ok_or(ArenaFull)?;
-        let params = sys::ggml_init_params { mem_size: bytes, mem_buffer: std::ptr::null_mut(), no_alloc: true };
+        let params = sys::ggml_init_params {
+            mem_size: bytes,
+            mem_buffer: std::ptr::null_mut(),
+            no_alloc: true,
+        };
         // SAFETY: ggml allocates the memory itself and gives null when it cannot.
         let context = NonNull::new(unsafe { sys::ggml_init(params) }).ok_or(ArenaFull)?;
-        Ok(Arena { context, room: std::cell::Cell::new(tensors) })
+        Ok(Arena {
+            context,
+            room: std::cell::Cell::new(tensors),
+        })
     }
 
     /// Takes room for `tensors` more tensors.
     pub(crate) fn take(&self, tensors: usize) -> Result<(), ArenaFull> {
-        self.room.set(self.room.get().checked_sub(tensors).ok_or(ArenaFull)?);
+        self.room
+            .set(self.room.get().checked_sub(tensors).ok_or(ArenaFull)?);
         Ok(())
     }
 

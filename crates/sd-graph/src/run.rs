@@ -33,7 +33,11 @@ impl Cancel {
     /// # Errors
     /// [`Error::Cancelled`].
     pub fn check(&self) -> Result<(), Error> {
-        if self.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+        if self.is_cancelled() {
+            Err(Error::Cancelled)
+        } else {
+            Ok(())
+        }
     }
 
     pub(crate) fn flag(&self) -> &AtomicBool {

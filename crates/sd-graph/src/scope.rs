@@ -56,7 +56,10 @@ pub struct Mismatch {
 
 impl Mismatch {
     fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.misshapen.is_empty() && self.unusable.is_empty() && self.unused.is_empty()
+        self.missing.is_empty()
+            && self.misshapen.is_empty()
+            && self.unusable.is_empty()
+            && self.unused.is_empty()
     }
 }
 
@@ -64,20 +67,37 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         /// Names beyond these are counted, not listed.
         const LISTED: usize = 8;
-        fn list<T>(f: &mut fmt::Formatter<'_>, what: &str, items: &[T], show: impl Fn(&T) -> String) -> fmt::Result {
+        fn list<T>(
+            f: &mut fmt::Formatter<'_>,
+            what: &str,
+            items: &[T],
+            show: impl Fn(&T) -> String,
+        ) -> fmt::Result {
             if items.is_empty() {
                 return Ok(());
             }
             let shown: Vec<String> = items.iter().take(LISTED).map(show).collect();
             write!(f, "; {} {what}: {}", items.len(), shown.join(", "))?;
-            if items.len() > LISTED { write!(f, " and {} more", items.len() - LISTED) } else { Ok(()) }
+            if items.len() > LISTED {
+                write!(f, " and {} more", items.len() - LISTED)
+            } else {
+                Ok(())
+            }
         }
         write!(f, "{} does not fit the model", self.checkpoint)?;
         list(f, "missing", &self.missing, String::clone)?;
-        list(f, "of another shape", &self.misshapen, |(name, wanted, found)| {
-            format!("{name} ({found:?} instead of {wanted:?})")
-        })?;
-        list(f, "of a type that cannot be used", &self.unusable, |(name, stored)| format!("{name} ({stored})"))?;
+        list(
+            f,
+            "of another shape",
+            &self.misshapen,
+            |(name, wanted, found)| format!("{name} ({found:?} instead of {wanted:?})"),
+        )?;
+        list(
+            f,
+            "of a type that cannot be used",
+            &self.unusable,
+            |(name, stored)| format!("{name} ({stored})"),
+        )?;
         list(f, "unknown", &self.unused, String::clone)
     }
 }
@@ -110,12 +130,19 @@ pub struct Scope<'d> {
 impl<'c> Declarations<'c> {
     /// Starts declaring what a model needs of `checkpoint`.
     pub fn new(checkpoint: &'c Checkpoint, options: LoadOptions) -> Declarations<'c> {
-        Declarations { checkpoint, options, state: RefCell::default() }
+        Declarations {
+            checkpoint,
+            options,
+            state: RefCell::default(),
+        }
     }
 
     /// The root of the tree of names.
     pub fn root(&self) -> Scope<'_> {
-        Scope { declarations: self, path: String::new() }
+        Scope {
+            declarations: self,
+            path: String::new(),
+        }
     }
 
     /// Ends declaring: the parameters in order of declaration, if all of them are there and nothing else is.
@@ -123,9 +150,17 @@ impl<'c> Declarations<'c> {
     /// # Errors
     /// [`Mismatch`] with everything that is missing, misshapen, unusable or unknown.
     pub fn finish(self) -> Result<Vec<Param>, Mismatch> {
-        let State { params, used, ignored, mut mismatch } = self.state.into_inner();
+        let State {
+            params,
+            used,
+            ignored,
+            mut mismatch,
+        } = self.state.into_inner();
         let is_ignored = |name: &str| {
-            ignored.iter().any(|path| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+            ignored.iter().any(|path| {
+                name.strip_prefix(path.as_str())
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+            })
         };
         mismatch.unused = self
             .checkpoint
@@ -135,19 +170,29 @@ impl<'c> Declarations<'c> {
             .map(str::to_owned)
             .collect();
         mismatch.checkpoint = self.checkpoint.path().display().to_string();
-        if mismatch.is_empty() { Ok(params) } else { Err(mismatch) }
+        if mismatch.is_empty() {
+            Ok(params)
+        } else {
+            Err(mismatch)
+        }
     }
 }
 
 impl<'d> Scope<'d> {
     /// The scope `name` below this one.
     pub fn sub(&self, name: impl fmt::Display) -> Scope<'d> {
-        Scope { declarations: self.declarations, path: self.full_name(name) }
+        Scope {
+            declarations: self.declarations,
+            path: self.full_name(name),
+        }
     }
 
     /// Whether the checkpoint has a tensor `name` here.
     pub fn has(&self, name: &str) -> bool {
-        self.declarations.checkpoint.get(&self.full_name(name)).is_some()
+        self.declarations
+            .checkpoint
+            .get(&self.full_name(name))
+            .is_some()
     }
 
     /// Says that `name` here, and everything below it, is known but not needed.
@@ -170,16 +215,31 @@ impl<'d> Scope<'d> {
         match (self.declarations.checkpoint.get(&name), checked) {
             (None, _) => state.mismatch.missing.push(name.clone()),
             (Some(info), Err(_)) => {
-                state.mismatch.misshapen.push((name.clone(), wanted.to_vec(), info.shape.clone()));
+                state
+                    .mismatch
+                    .misshapen
+                    .push((name.clone(), wanted.to_vec(), info.shape.clone()));
             }
             (Some(info), Ok(_)) => {
-                let significant = |dims: &[usize]| dims.iter().copied().filter(|&dim| dim != 1).collect::<Vec<_>>();
+                let significant = |dims: &[usize]| {
+                    dims.iter()
+                        .copied()
+                        .filter(|&dim| dim != 1)
+                        .collect::<Vec<_>>()
+                };
                 if significant(&info.shape) != significant(wanted) {
-                    state.mismatch.misshapen.push((name.clone(), wanted.to_vec(), info.shape.clone()));
+                    state.mismatch.misshapen.push((
+                        name.clone(),
+                        wanted.to_vec(),
+                        info.shape.clone(),
+                    ));
                 } else {
                     match memory_type(info.stored, role, &self.declarations.options) {
                         Some(memory) => dtype = memory,
-                        None => state.mismatch.unusable.push((name.clone(), info.stored.to_string())),
+                        None => state
+                            .mismatch
+                            .unusable
+                            .push((name.clone(), info.stored.to_string())),
                     }
                 }
             }
@@ -191,7 +251,11 @@ impl<'d> Scope<'d> {
     }
 
     fn full_name(&self, name: impl fmt::Display) -> String {
-        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+        if self.path.is_empty() {
+            name.to_string()
+        } else {
+            format!("{}.{name}", self.path)
+        }
     }
 }
 

@@ -28,7 +28,10 @@ pub struct Shape {
 
 impl Shape {
     /// One element.
-    pub const ONE: Shape = Shape { dims: [1; MAX_RANK], rank: 1 };
+    pub const ONE: Shape = Shape {
+        dims: [1; MAX_RANK],
+        rank: 1,
+    };
 
     /// The shape with these sizes, outermost first.
     ///
@@ -36,16 +39,25 @@ impl Shape {
     /// No dimensions or more than four, a zero among them, or a product that no memory could hold.
     pub fn new(dims: &[usize]) -> Result<Shape, Reason> {
         if dims.is_empty() || dims.len() > MAX_RANK {
-            return Err(format!("a tensor has 1 to {MAX_RANK} dimensions, not {}", dims.len()).into());
+            return Err(format!(
+                "a tensor has 1 to {MAX_RANK} dimensions, not {}",
+                dims.len()
+            )
+            .into());
         }
         if dims.contains(&0) {
             return Err(format!("{dims:?} has a dimension of zero").into());
         }
-        let elements = dims.iter().try_fold(1_usize, |product, &dim| product.checked_mul(dim));
+        let elements = dims
+            .iter()
+            .try_fold(1_usize, |product, &dim| product.checked_mul(dim));
         if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
             return Err(format!("{dims:?} has more elements than memory can hold").into());
         }
-        let mut shape = Shape { dims: [1; MAX_RANK], rank: dims.len() as u8 };
+        let mut shape = Shape {
+            dims: [1; MAX_RANK],
+            rank: dims.len() as u8,
+        };
         shape.dims[..dims.len()].copy_from_slice(dims);
         Ok(shape)
     }
@@ -86,7 +98,11 @@ impl Shape {
 
     /// The size `index` places from the inside; 1 beyond the outermost.
     fn from_inside(&self, index: usize) -> usize {
-        if index < self.rank() { self.dims[self.rank() - 1 - index] } else { 1 }
+        if index < self.rank() {
+            self.dims[self.rank() - 1 - index]
+        } else {
+            1
+        }
     }
 
     fn with_dim(mut self, axis: usize, size: usize) -> Shape {
@@ -115,7 +131,9 @@ pub fn broadcast(a: Shape, b: Shape) -> Rule {
     for index in 0..b.rank() {
         let (have, want) = (b.from_inside(index), a.from_inside(index));
         if have != want && have != 1 {
-            return Err(format!("the second operand cannot be repeated from {have} to {want}").into());
+            return Err(
+                format!("the second operand cannot be repeated from {have} to {want}").into(),
+            );
         }
     }
     Ok(a)
@@ -127,12 +145,19 @@ pub fn matmul_transposed(x: Shape, w: Shape) -> Rule {
         return Err("the second factor needs two dimensions".into());
     }
     if x.inner() != w.inner() {
-        return Err(format!("rows of {} elements do not fit rows of {}", x.inner(), w.inner()).into());
+        return Err(format!(
+            "rows of {} elements do not fit rows of {}",
+            x.inner(),
+            w.inner()
+        )
+        .into());
     }
     let rank = x.rank().max(w.rank());
     for index in 2..rank {
         if !x.from_inside(index).is_multiple_of(w.from_inside(index)) {
-            return Err("outer dimensions of the second factor do not divide those of the first".into());
+            return Err(
+                "outer dimensions of the second factor do not divide those of the first".into(),
+            );
         }
     }
     let mut dims = [1; MAX_RANK];
@@ -157,7 +182,11 @@ pub fn reshape(a: Shape, to: &[usize]) -> Rule {
 /// Dimension `i` of the result is dimension `axes[i]` of `a`.
 pub fn permute(a: Shape, axes: &[usize]) -> Rule {
     let mut seen = [false; MAX_RANK];
-    if axes.len() != a.rank() || !axes.iter().all(|&axis| axis < a.rank() && !std::mem::replace(&mut seen[axis], true)) {
+    if axes.len() != a.rank()
+        || !axes
+            .iter()
+            .all(|&axis| axis < a.rank() && !std::mem::replace(&mut seen[axis], true))
+    {
         return Err(format!("{axes:?} is no order of {} dimensions", a.rank()).into());
     }
     let mut dims = [1; MAX_RANK];
@@ -171,7 +200,11 @@ pub fn permute(a: Shape, axes: &[usize]) -> Rule {
 pub fn slice(a: Shape, axis: usize, start: usize, len: usize) -> Rule {
     check_axis(a, axis)?;
     if len == 0 || start.checked_add(len).is_none_or(|end| end > a.dims[axis]) {
-        return Err(format!("{len} elements from {start} do not lie within {}", a.dims[axis]).into());
+        return Err(format!(
+            "{len} elements from {start} do not lie within {}",
+            a.dims[axis]
+        )
+        .into());
     }
     Ok(a.with_dim(axis, len))
 }
@@ -179,8 +212,8 @@ pub fn slice(a: Shape, axis: usize, start: usize, len: usize) -> Rule {
 /// `a` and `b` one behind the other along `axis`.
 pub fn concat(a: Shape, b: Shape, axis: usize) -> Rule {
     check_axis(a, axis)?;
-    let others_differ =
-        a.rank() != b.rank() || (0..a.rank()).any(|index| index != axis && a.dims[index] != b.dims[index]);
+    let others_differ = a.rank() != b.rank()
+        || (0..a.rank()).any(|index| index != axis && a.dims[index] != b.dims[index]);
     if others_differ {
         return Err(format!("dimensions beside {axis} differ").into());
     }
@@ -203,7 +236,11 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: usize) -> Rule {
         return Err("a convolution takes [n, in, h, w] and a kernel [out, in, kh, kw]".into());
     }
     if x.dims[1] != kernel.dims[1] {
-        return Err(format!("{} channels do not fit a kernel for {}", x.dims[1], kernel.dims[1]).into());
+        return Err(format!(
+            "{} channels do not fit a kernel for {}",
+            x.dims[1], kernel.dims[1]
+        )
+        .into());
     }
     if stride == 0 {
         return Err("a stride of zero".into());
@@ -213,9 +250,16 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: usize) -> Rule {
         padded
             .checked_sub(kernel)
             .map(|room| room / stride + 1)
-            .ok_or_else(|| format!("a kernel of {kernel} does not fit {padded} padded elements").into())
+            .ok_or_else(|| {
+                format!("a kernel of {kernel} does not fit {padded} padded elements").into()
+            })
     };
-    Shape::new(&[x.dims[0], kernel.dims[0], size(x.dims[2], kernel.dims[2])?, size(x.dims[3], kernel.dims[3])?])
+    Shape::new(&[
+        x.dims[0],
+        kernel.dims[0],
+        size(x.dims[2], kernel.dims[2])?,
+        size(x.dims[3], kernel.dims[3])?,
+    ])
 }
 
 /// `x [.., h, w] -> [.., h * factor, w * factor]`.
@@ -252,7 +296,11 @@ pub fn attention(q: Shape, k: Shape, v: Shape, mask: Option<Shape>) -> Rule {
 }
 
 fn check_axis(a: Shape, axis: usize) -> Result<(), Reason> {
-    if axis < a.rank() { Ok(()) } else { Err(format!("there is no dimension {axis} of {}", a.rank()).into()) }
+    if axis < a.rank() {
+        Ok(())
+    } else {
+        Err(format!("there is no dimension {axis} of {}", a.rank()).into())
+    }
 }
 
 #[cfg(test)]
@@ -282,8 +330,14 @@ mod tests {
 
     #[test]
     fn only_the_second_operand_is_repeated() {
-        assert_eq!(dims(broadcast(shape(&[2, 3]), shape(&[3]))), Some(vec![2, 3]));
-        assert_eq!(dims(broadcast(shape(&[2, 3]), shape(&[2, 1]))), Some(vec![2, 3]));
+        assert_eq!(
+            dims(broadcast(shape(&[2, 3]), shape(&[3]))),
+            Some(vec![2, 3])
+        );
+        assert_eq!(
+            dims(broadcast(shape(&[2, 3]), shape(&[2, 1]))),
+            Some(vec![2, 3])
+        );
         assert_eq!(dims(broadcast(shape(&[3]), shape(&[2, 3]))), None);
         // ggml would repeat 2 into 4; numpy and the papers would not.
         assert_eq!(dims(broadcast(shape(&[4]), shape(&[2]))), None);
@@ -291,11 +345,26 @@ mod tests {
 
     #[test]
     fn products_follow_rows() {
-        assert_eq!(dims(matmul_transposed(shape(&[5, 4]), shape(&[7, 4]))), Some(vec![5, 7]));
-        assert_eq!(dims(matmul_transposed(shape(&[4]), shape(&[7, 4]))), Some(vec![1, 7]));
-        assert_eq!(dims(matmul_transposed(shape(&[6, 5, 4]), shape(&[2, 7, 4]))), Some(vec![6, 5, 7]));
-        assert_eq!(dims(matmul_transposed(shape(&[6, 5, 4]), shape(&[4, 7, 4]))), None);
-        assert_eq!(dims(matmul_transposed(shape(&[5, 3]), shape(&[7, 4]))), None);
+        assert_eq!(
+            dims(matmul_transposed(shape(&[5, 4]), shape(&[7, 4]))),
+            Some(vec![5, 7])
+        );
+        assert_eq!(
+            dims(matmul_transposed(shape(&[4]), shape(&[7, 4]))),
+            Some(vec![1, 7])
+        );
+        assert_eq!(
+            dims(matmul_transposed(shape(&[6, 5, 4]), shape(&[2, 7, 4]))),
+            Some(vec![6, 5, 7])
+        );
+        assert_eq!(
+            dims(matmul_transposed(shape(&[6, 5, 4]), shape(&[4, 7, 4]))),
+            None
+        );
+        assert_eq!(
+            dims(matmul_transposed(shape(&[5, 3]), shape(&[7, 4]))),
+            None
+        );
         assert_eq!(dims(matmul_transposed(shape(&[5, 4]), shape(&[4]))), None);
     }
 
@@ -304,7 +373,10 @@ mod tests {
         let a = shape(&[2, 6]);
         assert_eq!(dims(reshape(a, &[3, 4])), Some(vec![3, 4]));
         assert_eq!(dims(reshape(a, &[5])), None);
-        assert_eq!(dims(permute(shape(&[2, 3, 4]), &[2, 0, 1])), Some(vec![4, 2, 3]));
+        assert_eq!(
+            dims(permute(shape(&[2, 3, 4]), &[2, 0, 1])),
+            Some(vec![4, 2, 3])
+        );
         assert_eq!(dims(permute(a, &[0, 0])), None);
         assert_eq!(dims(permute(a, &[1])), None);
         assert_eq!(dims(permute(a, &[0, 2])), None);
@@ -322,8 +394,14 @@ mod tests {
     #[test]
     fn pictures_keep_count_of_borders() {
         let x = shape(&[1, 3, 5, 7]);
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, 1)), Some(vec![1, 8, 5, 7]));
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, 0)), Some(vec![1, 8, 2, 3]));
+        assert_eq!(
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, 1)),
+            Some(vec![1, 8, 5, 7])
+        );
+        assert_eq!(
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, 0)),
+            Some(vec![1, 8, 2, 3])
+        );
         assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, 1)), None);
         assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, 1)), None);
         assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, 1)), None);
@@ -336,10 +414,19 @@ mod tests {
     fn attention_shares_heads_of_keys() {
         let q = shape(&[4, 5, 8]);
         let kv = shape(&[2, 7, 8]);
-        assert_eq!(dims(attention(q, kv, shape(&[2, 7, 6]), None)), Some(vec![5, 4, 6]));
-        assert_eq!(dims(attention(q, kv, kv, Some(shape(&[5, 7])))), Some(vec![5, 4, 8]));
+        assert_eq!(
+            dims(attention(q, kv, shape(&[2, 7, 6]), None)),
+            Some(vec![5, 4, 6])
+        );
+        assert_eq!(
+            dims(attention(q, kv, kv, Some(shape(&[5, 7])))),
+            Some(vec![5, 4, 8])
+        );
         assert_eq!(dims(attention(q, kv, kv, Some(shape(&[7, 5])))), None);
-        assert_eq!(dims(attention(q, shape(&[3, 7, 8]), shape(&[3, 7, 8]), None)), None);
+        assert_eq!(
+            dims(attention(q, shape(&[3, 7, 8]), shape(&[3, 7, 8]), None)),
+            None
+        );
         assert_eq!(dims(attention(q, shape(&[2, 7, 4]), kv, None)), None);
     }
 }

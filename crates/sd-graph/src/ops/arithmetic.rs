@@ -17,32 +17,62 @@ impl<'g> Tensor<'g> {
         // ggml repeats only its second operand; sums and products do not mind the order.
         let commutes = matches!(op, Binary::Add | Binary::Mul);
         let swap = commutes && shape::broadcast(self.shape(), other.shape()).is_err();
-        let (a, b) = if swap && shape::broadcast(other.shape(), self.shape()).is_ok() { (other, self) } else { (self, other) };
+        let (a, b) = if swap && shape::broadcast(other.shape(), self.shape()).is_ok() {
+            (other, self)
+        } else {
+            (self, other)
+        };
         let rule = expect(a, "the first operand", DType::F32)
             .and_then(|()| expect(b, "the second operand", DType::F32))
             .and_then(|()| shape::broadcast(a.shape(), b.shape()));
-        self.graph().record(name, Op::Binary(op), &[a, b], DType::F32, rule, location)
+        self.graph()
+            .record(name, Op::Binary(op), &[a, b], DType::F32, rule, location)
     }
 
     #[track_caller]
     fn unary(self, name: &'static str, op: Unary) -> Tensor<'g> {
         let rule = expect(self, "the operand", DType::F32).map(|()| self.shape());
-        self.graph().record(name, Op::Unary(op), &[self], DType::F32, rule, Location::caller())
+        self.graph().record(
+            name,
+            Op::Unary(op),
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     #[track_caller]
     fn norm(self, name: &'static str, kind: Norm, eps: f32) -> Tensor<'g> {
         let rule = expect(self, "the operand", DType::F32).and_then(|()| {
-            if eps >= 0.0 { Ok(self.shape()) } else { Err(format!("eps is {eps}, not a number from 0 up").into()) }
+            if eps >= 0.0 {
+                Ok(self.shape())
+            } else {
+                Err(format!("eps is {eps}, not a number from 0 up").into())
+            }
         });
-        self.graph().record(name, Op::Norm { kind, eps }, &[self], DType::F32, rule, Location::caller())
+        self.graph().record(
+            name,
+            Op::Norm { kind, eps },
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// `x * scale + offset` with plain numbers.
     #[track_caller]
     pub fn affine(self, scale: f32, offset: f32) -> Tensor<'g> {
         let rule = expect(self, "the operand", DType::F32).map(|()| self.shape());
-        self.graph().record("affine", Op::Affine { scale, offset }, &[self], DType::F32, rule, Location::caller())
+        self.graph().record(
+            "affine",
+            Op::Affine { scale, offset },
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// `x * sigmoid(x)`.

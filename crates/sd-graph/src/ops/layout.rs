@@ -23,7 +23,14 @@ impl<'g> Tensor<'g> {
     #[track_caller]
     pub fn reshape(self, to: impl AsRef<[usize]>) -> Tensor<'g> {
         let rule = plain(self).and_then(|()| shape::reshape(self.shape(), to.as_ref()));
-        self.graph().record("reshape", Op::Reshape, &[self], self.dtype(), rule, Location::caller())
+        self.graph().record(
+            "reshape",
+            Op::Reshape,
+            &[self],
+            self.dtype(),
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Dimension `i` of the result is dimension `axes[i]`.
@@ -31,8 +38,17 @@ impl<'g> Tensor<'g> {
     pub fn permute(self, axes: impl AsRef<[usize]>) -> Tensor<'g> {
         let axes = axes.as_ref();
         let rule = plain(self).and_then(|()| shape::permute(self.shape(), axes));
-        let op = Op::Permute { axes: axes.to_vec() };
-        self.graph().record("permute", op, &[self], self.dtype(), rule, Location::caller())
+        let op = Op::Permute {
+            axes: axes.to_vec(),
+        };
+        self.graph().record(
+            "permute",
+            op,
+            &[self],
+            self.dtype(),
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Swaps two dimensions.
@@ -45,14 +61,28 @@ impl<'g> Tensor<'g> {
         } else {
             Err(format!("there are no dimensions {a} and {b}").into())
         };
-        self.graph().record("transpose", Op::Permute { axes }, &[self], self.dtype(), rule, Location::caller())
+        self.graph().record(
+            "transpose",
+            Op::Permute { axes },
+            &[self],
+            self.dtype(),
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Elements `start .. start + len` of dimension `axis`.
     #[track_caller]
     pub fn slice(self, axis: usize, start: usize, len: usize) -> Tensor<'g> {
         let rule = plain(self).and_then(|()| shape::slice(self.shape(), axis, start, len));
-        self.graph().record("slice", Op::Slice { axis, start }, &[self], self.dtype(), rule, Location::caller())
+        self.graph().record(
+            "slice",
+            Op::Slice { axis, start },
+            &[self],
+            self.dtype(),
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Cuts dimension `axis` into `N` equal parts.
@@ -63,14 +93,20 @@ impl<'g> Tensor<'g> {
         if len * N != size {
             let rule = Err(format!("{size} elements cannot be cut into {N} equal parts").into());
             let op = Op::Slice { axis, start: 0 };
-            let failed = self.graph().record("chunk", op, &[self], self.dtype(), rule, Location::caller());
+            let failed =
+                self.graph()
+                    .record("chunk", op, &[self], self.dtype(), rule, Location::caller());
             return [failed; N];
         }
         let location = Location::caller();
         std::array::from_fn(|part| {
             let rule = plain(self).and_then(|()| shape::slice(self.shape(), axis, part * len, len));
-            let op = Op::Slice { axis, start: part * len };
-            self.graph().record("chunk", op, &[self], self.dtype(), rule, location)
+            let op = Op::Slice {
+                axis,
+                start: part * len,
+            };
+            self.graph()
+                .record("chunk", op, &[self], self.dtype(), rule, location)
         })
     }
 
@@ -80,7 +116,14 @@ impl<'g> Tensor<'g> {
         let rule = plain(self)
             .and_then(|()| expect(other, "the second part", self.dtype()))
             .and_then(|()| shape::concat(self.shape(), other.shape(), axis));
-        self.graph().record("concat", Op::Concat { axis }, &[self, other], self.dtype(), rule, Location::caller())
+        self.graph().record(
+            "concat",
+            Op::Concat { axis },
+            &[self, other],
+            self.dtype(),
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Rows of this matrix `[n, width]` by numbers `[count]` in I32: `[count, width]` in F32. The matrix may be
@@ -98,7 +141,14 @@ impl<'g> Tensor<'g> {
                 Err(format!("rows of {dtype} cannot be taken").into())
             }
         });
-        self.graph().record("rows", Op::Rows, &[self, index], DType::F32, rule, Location::caller())
+        self.graph().record(
+            "rows",
+            Op::Rows,
+            &[self, index],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// The same values in another unquantised floating-point type.
@@ -110,6 +160,7 @@ impl<'g> Tensor<'g> {
         } else {
             Err(format!("{} cannot become {dtype}", self.dtype()).into())
         };
-        self.graph().record("cast", Op::Cast, &[self], dtype, rule, Location::caller())
+        self.graph()
+            .record("cast", Op::Cast, &[self], dtype, rule, Location::caller())
     }
 }

@@ -22,14 +22,28 @@ impl<'g> Tensor<'g> {
                 Err(format!("a factor cannot be {dtype}").into())
             }
         });
-        self.graph().record("matmul_transposed", Op::MatMul, &[self, w], DType::F32, rule, Location::caller())
+        self.graph().record(
+            "matmul_transposed",
+            Op::MatMul,
+            &[self, w],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Softmax of `x * scale` over the innermost dimension.
     #[track_caller]
     pub fn softmax(self, scale: f32) -> Tensor<'g> {
         let rule = expect(self, "the operand", DType::F32).map(|()| self.shape());
-        self.graph().record("softmax", Op::Softmax { scale }, &[self], DType::F32, rule, Location::caller())
+        self.graph().record(
+            "softmax",
+            Op::Softmax { scale },
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Scaled dot-product attention of these queries `[heads, m, d]` over keys `[kv_heads, n, d]` and values
@@ -51,8 +65,20 @@ impl<'g> Tensor<'g> {
             .and_then(|()| expect(values, "values", DType::F32))
             .and_then(|()| mask.map_or(Ok(()), |mask| expect(mask, "the mask", DType::F16)))
             .and_then(|()| {
-                shape::attention(self.shape(), keys.shape(), values.shape(), mask.map(|mask| mask.shape()))
+                shape::attention(
+                    self.shape(),
+                    keys.shape(),
+                    values.shape(),
+                    mask.map(|mask| mask.shape()),
+                )
             });
-        self.graph().record("attention", Op::Attention { scale }, &sources, DType::F32, rule, Location::caller())
+        self.graph().record(
+            "attention",
+            Op::Attention { scale },
+            &sources,
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 }

@@ -24,13 +24,21 @@ impl<'g> Tensor<'g> {
             shape::conv2d(self.shape(), kernel.shape(), stride, padding)
         });
         let op = Op::Conv2d { stride, padding };
-        self.graph().record("conv2d", op, &[self, kernel], DType::F32, rule, Location::caller())
+        self.graph().record(
+            "conv2d",
+            op,
+            &[self, kernel],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
     }
 
     /// Each pixel repeated `factor` times in both directions.
     #[track_caller]
     pub fn upscale_nearest(self, factor: usize) -> Tensor<'g> {
-        let rule = expect(self, "the picture", DType::F32).and_then(|()| shape::upscale(self.shape(), factor));
+        let rule = expect(self, "the picture", DType::F32)
+            .and_then(|()| shape::upscale(self.shape(), factor));
         self.graph().record(
             "upscale_nearest",
             Op::UpscaleNearest { factor },
@@ -57,6 +65,7 @@ impl<'g> Tensor<'g> {
             Shape::new(&dims)
         });
         let op = Op::PadEnd { rows, columns };
-        self.graph().record("pad_end", op, &[self], DType::F32, rule, Location::caller())
+        self.graph()
+            .record("pad_end", op, &[self], DType::F32, rule, Location::caller())
     }
 }

@@ -2,17 +2,34 @@
 
 use safetensors::tensor::{Dtype, TensorView};
 use sd_backend::{Backend, BackendOptions, DType, Device};
-use sd_graph::{Cancel, Checkpoint, Declarations, Error, LoadOptions, Plan, Progress, Role, StoredType, load};
+use sd_graph::{
+    Cancel, Checkpoint, Declarations, Error, LoadOptions, Plan, Progress, Role, StoredType, load,
+};
 
 /// A file with a matrix in half precision, a norm's weight with idle dimensions, and a counter nobody needs.
 fn file(folder: &std::path::Path) -> std::path::PathBuf {
-    let matrix: Vec<u8> = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0].iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect();
-    let gamma: Vec<u8> = [0.5_f32, 1.0, 2.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let matrix: Vec<u8> = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0]
+        .iter()
+        .flat_map(|&v| half::f16::from_f32(v).to_le_bytes())
+        .collect();
+    let gamma: Vec<u8> = [0.5_f32, 1.0, 2.0]
+        .iter()
+        .flat_map(|v| v.to_le_bytes())
+        .collect();
     let counter = 7_i64.to_le_bytes();
     let tensors = [
-        ("layer.weight", TensorView::new(Dtype::F16, vec![2, 3], &matrix).unwrap()),
-        ("norm.gamma", TensorView::new(Dtype::F32, vec![3, 1, 1], &gamma).unwrap()),
-        ("counter", TensorView::new(Dtype::I64, vec![], &counter).unwrap()),
+        (
+            "layer.weight",
+            TensorView::new(Dtype::F16, vec![2, 3], &matrix).unwrap(),
+        ),
+        (
+            "norm.gamma",
+            TensorView::new(Dtype::F32, vec![3, 1, 1], &gamma).unwrap(),
+        ),
+        (
+            "counter",
+            TensorView::new(Dtype::I64, vec![], &counter).unwrap(),
+        ),
     ];
     let path = folder.join("model.safetensors");
     safetensors::serialize_to_file(tensors, None, &path).unwrap();
@@ -23,9 +40,15 @@ fn file(folder: &std::path::Path) -> std::path::PathBuf {
 fn what_was_declared_is_loaded_and_computed_with() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = Checkpoint::open(file(folder.path())).unwrap();
-    for (convert, bytes_converted) in [(None, false), (Some(DType::F32), true), (Some(DType::F16), false)] {
+    for (convert, bytes_converted) in [
+        (None, false),
+        (Some(DType::F32), true),
+        (Some(DType::F16), false),
+    ] {
         for device in Device::all() {
-            let options = convert.map_or(LoadOptions::default(), |dtype| LoadOptions::default().convert_to(dtype));
+            let options = convert.map_or(LoadOptions::default(), |dtype| {
+                LoadOptions::default().convert_to(dtype)
+            });
             let declarations = Declarations::new(&checkpoint, options);
             let root = declarations.root();
             root.ignore("counter");
@@ -73,7 +96,10 @@ fn everything_wrong_is_told_at_once() {
         "counter (I64)",
         "1 unknown: norm.gamma",
     ] {
-        assert!(text.to_lowercase().contains(&part.to_lowercase()), "`{part}` in `{text}`");
+        assert!(
+            text.to_lowercase().contains(&part.to_lowercase()),
+            "`{part}` in `{text}`"
+        );
     }
 }
 
@@ -81,19 +107,26 @@ fn everything_wrong_is_told_at_once() {
 fn a_long_list_is_cut_short() {
     let table = (0..100).map(|index| (format!("tensor.{index}"), StoredType::F32, vec![1]));
     let checkpoint = Checkpoint::from_table("a table", table).unwrap();
-    let error = Declarations::new(&checkpoint, LoadOptions::default()).finish().unwrap_err();
+    let error = Declarations::new(&checkpoint, LoadOptions::default())
+        .finish()
+        .unwrap_err();
     assert_eq!(error.unused.len(), 100);
     assert!(error.to_string().contains("and 92 more"), "{error}");
 }
 
 #[test]
 fn a_parameter_that_was_not_loaded_is_named() {
-    let checkpoint = Checkpoint::from_table("a table", [("w".to_owned(), StoredType::F32, vec![1, 2])]).unwrap();
+    let checkpoint =
+        Checkpoint::from_table("a table", [("w".to_owned(), StoredType::F32, vec![1, 2])]).unwrap();
     let declarations = Declarations::new(&checkpoint, LoadOptions::default());
     let weight = declarations.root().param("w", [1, 2], Role::Matrix);
     let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
     let error = Plan::build(&backend, |g| {
-        g.output("y", g.input::<f32>("x", [1, 2]).matmul_transposed(g.param(&weight)));
+        g.output(
+            "y",
+            g.input::<f32>("x", [1, 2])
+                .matmul_transposed(g.param(&weight)),
+        );
     })
     .unwrap_err();
     assert!(matches!(error, Error::NotLoaded { name } if name == "w"));
@@ -111,7 +144,14 @@ fn a_cancelled_load_leaves_nothing_loaded() {
     let params = declarations.finish().unwrap();
     let cancel = Cancel::new();
     let mut cancel_after_one = |_: &Progress| cancel.cancel();
-    let error = load(&checkpoint, &params, Device::cpu().unwrap(), &cancel, &mut cancel_after_one).unwrap_err();
+    let error = load(
+        &checkpoint,
+        &params,
+        Device::cpu().unwrap(),
+        &cancel,
+        &mut cancel_after_one,
+    )
+    .unwrap_err();
     assert!(error.is_cancelled());
     assert!(!weight.is_loaded());
 }

@@ -39,23 +39,44 @@ fn check_with(
             g.output("result", build(g, &tensors));
         })
         .unwrap_or_else(|error| panic!("{name} on {device}: {error}"));
-        assert_eq!(plan.output_shape("result").unwrap().dims(), expected.dims, "{name} on {device}");
+        assert_eq!(
+            plan.output_shape("result").unwrap().dims(),
+            expected.dims,
+            "{name} on {device}"
+        );
 
         // Twice, since ggml reuses the memory of inputs.
         for _ in 0..2 {
             for (index, input) in inputs.iter().enumerate() {
                 plan.set(&index.to_string(), &input.f32()).unwrap();
             }
-            plan.run(&mut backend, &Cancel::new()).unwrap_or_else(|error| panic!("{name} on {device}: {error}"));
+            plan.run(&mut backend, &Cancel::new())
+                .unwrap_or_else(|error| panic!("{name} on {device}: {error}"));
             let result = plan.read::<f32>("result").unwrap();
-            let tolerance = if device.kind() == DeviceKind::Cpu { processor_tolerance } else { 4e-3 };
-            let largest = expected.values.iter().fold(1.0_f64, |largest, value| largest.max(value.abs()));
+            let tolerance = if device.kind() == DeviceKind::Cpu {
+                processor_tolerance
+            } else {
+                4e-3
+            };
+            let largest = expected
+                .values
+                .iter()
+                .fold(1.0_f64, |largest, value| largest.max(value.abs()));
             let worst = result
                 .iter()
                 .zip(&expected.values)
                 .map(|(&is, should)| (f64::from(is) - should).abs())
-                .fold(0.0, |worst: f64, error| if error.is_nan() { f64::INFINITY } else { worst.max(error) });
-            assert!(worst <= tolerance * largest, "{name} on {device}: off by {worst:e} of {largest:e}");
+                .fold(0.0, |worst: f64, error| {
+                    if error.is_nan() {
+                        f64::INFINITY
+                    } else {
+                        worst.max(error)
+                    }
+                });
+            assert!(
+                worst <= tolerance * largest,
+                "{name} on {device}: off by {worst:e} of {largest:e}"
+            );
         }
     }
 }
@@ -67,15 +88,36 @@ fn random(dims: &[usize], seed: u64) -> Array {
 #[test]
 fn sums_products_and_their_kin() {
     let a = random(&[2, 3, 5], 1);
-    for (b, seed) in [(vec![2, 3, 5], 2), (vec![5], 3), (vec![3, 1], 4), (vec![1, 3, 5], 5), (vec![1], 6)] {
+    for (b, seed) in [
+        (vec![2, 3, 5], 2),
+        (vec![5], 3),
+        (vec![3, 1], 4),
+        (vec![1, 3, 5], 5),
+        (vec![1], 6),
+    ] {
         let b = random(&b, seed).map(|value| value + 2.0);
-        check("sum", &[&a, &b], &a.zip(&b, |a, b| a + b), |_, t| t[0] + t[1]);
-        check("sum, swapped", &[&b, &a], &a.zip(&b, |a, b| a + b), |_, t| t[0] + t[1]);
-        check("difference", &[&a, &b], &a.zip(&b, |a, b| a - b), |_, t| t[0] - t[1]);
-        check("product", &[&a, &b], &a.zip(&b, |a, b| a * b), |_, t| t[0] * t[1]);
-        check("quotient", &[&a, &b], &a.zip(&b, |a, b| a / b), |_, t| t[0] / t[1]);
+        check("sum", &[&a, &b], &a.zip(&b, |a, b| a + b), |_, t| {
+            t[0] + t[1]
+        });
+        check(
+            "sum, swapped",
+            &[&b, &a],
+            &a.zip(&b, |a, b| a + b),
+            |_, t| t[0] + t[1],
+        );
+        check("difference", &[&a, &b], &a.zip(&b, |a, b| a - b), |_, t| {
+            t[0] - t[1]
+        });
+        check("product", &[&a, &b], &a.zip(&b, |a, b| a * b), |_, t| {
+            t[0] * t[1]
+        });
+        check("quotient", &[&a, &b], &a.zip(&b, |a, b| a / b), |_, t| {
+            t[0] / t[1]
+        });
     }
-    check("affine", &[&a], &a.map(|v| v * -1.5 + 0.25), |_, t| t[0].affine(-1.5, 0.25));
+    check("affine", &[&a], &a.map(|v| v * -1.5 + 0.25), |_, t| {
+        t[0].affine(-1.5, 0.25)
+    });
     check("offset", &[&a], &a.map(|v| v + 1.0), |_, t| t[0] + 1.0);
     check("scale", &[&a], &a.map(|v| v * 3.0), |_, t| t[0] * 3.0);
     check("negation", &[&a], &a.map(|v| -v), |_, t| -t[0]);
@@ -87,11 +129,25 @@ fn activations() {
     let gelu_tanh = |x: f64| {
         0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
     };
-    check("silu", &[&a], &a.map(|x| x / (1.0 + (-x).exp())), |_, t| t[0].silu());
-    check("gelu_tanh", &[&a], &a.map(gelu_tanh), |_, t| t[0].gelu_tanh());
-    check("gelu_erf", &[&a], &a.map(|x| 0.5 * x * (1.0 + reference::erf(x / 2.0_f64.sqrt()))), |_, t| t[0].gelu_erf());
+    check("silu", &[&a], &a.map(|x| x / (1.0 + (-x).exp())), |_, t| {
+        t[0].silu()
+    });
+    check("gelu_tanh", &[&a], &a.map(gelu_tanh), |_, t| {
+        t[0].gelu_tanh()
+    });
+    check(
+        "gelu_erf",
+        &[&a],
+        &a.map(|x| 0.5 * x * (1.0 + reference::erf(x / 2.0_f64.sqrt()))),
+        |_, t| t[0].gelu_erf(),
+    );
     check("tanh", &[&a], &a.map(f64::tanh), |_, t| t[0].tanh());
-    check("sigmoid", &[&a], &a.map(|x| 1.0 / (1.0 + (-x).exp())), |_, t| t[0].sigmoid());
+    check(
+        "sigmoid",
+        &[&a],
+        &a.map(|x| 1.0 / (1.0 + (-x).exp())),
+        |_, t| t[0].sigmoid(),
+    );
 }
 
 #[test]
@@ -102,17 +158,35 @@ fn norms() {
     let layer = a.rows(|row| {
         let m = mean(row);
         let variance = mean(&row.iter().map(|v| (v - m) * (v - m)).collect::<Vec<_>>());
-        row.iter().map(|v| (v - m) / (variance + 1e-6).sqrt()).collect()
+        row.iter()
+            .map(|v| (v - m) / (variance + 1e-6).sqrt())
+            .collect()
     });
-    let rms = a.rows(|row| row.iter().map(|v| v / (square(row) / row.len() as f64 + 1e-6).sqrt()).collect());
-    let l2 = a.rows(|row| row.iter().map(|v| v / square(row).sqrt().max(1e-12)).collect());
+    let rms = a.rows(|row| {
+        row.iter()
+            .map(|v| v / (square(row) / row.len() as f64 + 1e-6).sqrt())
+            .collect()
+    });
+    let l2 = a.rows(|row| {
+        row.iter()
+            .map(|v| v / square(row).sqrt().max(1e-12))
+            .collect()
+    });
     check("layer_norm", &[&a], &layer, |_, t| t[0].layer_norm(1e-6));
     check("rms_norm", &[&a], &rms, |_, t| t[0].rms_norm(1e-6));
     check("l2_norm", &[&a], &l2, |_, t| t[0].l2_norm(1e-12));
     let zeros = Array::new(&[2, 8], vec![0.0; 16]);
-    check("l2_norm of zeros", &[&zeros], &zeros, |_, t| t[0].l2_norm(1e-12));
-    let turned = a.permute(&[2, 0, 1]).rows(|row| row.iter().map(|v| v / (square(row) / row.len() as f64).sqrt()).collect());
-    check("rms_norm of a view", &[&a], &turned, |_, t| t[0].permute([2, 0, 1]).rms_norm(0.0));
+    check("l2_norm of zeros", &[&zeros], &zeros, |_, t| {
+        t[0].l2_norm(1e-12)
+    });
+    let turned = a.permute(&[2, 0, 1]).rows(|row| {
+        row.iter()
+            .map(|v| v / (square(row) / row.len() as f64).sqrt())
+            .collect()
+    });
+    check("rms_norm of a view", &[&a], &turned, |_, t| {
+        t[0].permute([2, 0, 1]).rms_norm(0.0)
+    });
 }
 
 #[test]
@@ -126,14 +200,27 @@ fn matrix_products() {
     ] {
         let (x, w) = (random(&x, 9), random(&w, 10));
         let name = format!("product of {:?} and {:?}", x.dims, w.dims);
-        check(&name, &[&x, &w], &reference::matmul_transposed(&x, &w), |_, t| t[0].matmul_transposed(t[1]));
+        check(
+            &name,
+            &[&x, &w],
+            &reference::matmul_transposed(&x, &w),
+            |_, t| t[0].matmul_transposed(t[1]),
+        );
     }
     let (x, w) = (random(&[5, 16], 11), random(&[16, 7], 12));
     let expected = reference::matmul_transposed(&x, &w.permute(&[1, 0]));
-    check("product with a transposed view", &[&x, &w], &expected, |_, t| t[0].matmul_transposed(t[1].transpose(0, 1)));
-    check("product of a transposed view", &[&x.permute(&[1, 0]), &w], &expected, |_, t| {
-        t[0].transpose(0, 1).matmul_transposed(t[1].transpose(0, 1))
-    });
+    check(
+        "product with a transposed view",
+        &[&x, &w],
+        &expected,
+        |_, t| t[0].matmul_transposed(t[1].transpose(0, 1)),
+    );
+    check(
+        "product of a transposed view",
+        &[&x.permute(&[1, 0]), &w],
+        &expected,
+        |_, t| t[0].transpose(0, 1).matmul_transposed(t[1].transpose(0, 1)),
+    );
 }
 
 #[test]
@@ -143,7 +230,9 @@ fn half_precision_weights() {
     for dtype in [DType::F16, DType::BF16] {
         // The inputs are exact in half precision; bfloat16 keeps eight bits of the activations.
         let tolerance = if dtype == DType::BF16 { 4e-3 } else { 1e-3 };
-        check_with("product", &[&x, &w], &expected, tolerance, |_, t| t[0].matmul_transposed(t[1].cast(dtype)));
+        check_with("product", &[&x, &w], &expected, tolerance, |_, t| {
+            t[0].matmul_transposed(t[1].cast(dtype))
+        });
     }
 }
 
@@ -153,47 +242,86 @@ fn softmax_and_attention() {
     let soft = a.rows(|row| reference::softmax(&row.iter().map(|v| v * 0.5).collect::<Vec<_>>()));
     check("softmax", &[&a], &soft, |_, t| t[0].softmax(0.5));
 
-    for (heads, kv_heads, queries, keys, channels) in
-        [(4, 4, 5, 9, 32), (4, 2, 6, 6, 32), (1, 1, 70, 70, 64), (2, 1, 1, 600, 16), (3, 3, 80, 80, 64)]
-    {
+    for (heads, kv_heads, queries, keys, channels) in [
+        (4, 4, 5, 9, 32),
+        (4, 2, 6, 6, 32),
+        (1, 1, 70, 70, 64),
+        (2, 1, 1, 600, 16),
+        (3, 3, 80, 80, 64),
+    ] {
         let q = random(&[heads, queries, channels], 16);
         let k = random(&[kv_heads, keys, channels], 17);
         let v = random(&[kv_heads, keys, channels], 18);
         let scale = 1.0 / (channels as f64).sqrt();
         let name = format!("attention of {heads}/{kv_heads} heads, {queries} x {keys}");
         let expected = reference::attention(&q, &k, &v, None, scale);
-        check(&name, &[&q, &k, &v], &expected, |_, t| t[0].attention(t[1], t[2], None, scale as f32));
+        check(&name, &[&q, &k, &v], &expected, |_, t| {
+            t[0].attention(t[1], t[2], None, scale as f32)
+        });
 
         if queries == keys {
-            let causal = Array::from_fn(&[queries, keys], |at| if at[1] <= at[0] { 0.0 } else { f64::NEG_INFINITY });
-            let mask: Vec<f16> = causal.values.iter().map(|&value| f16::from_f64(value)).collect();
-            let expected = reference::attention(&q, &k, &v, Some(&causal), scale);
-            check(&format!("masked {name}"), &[&q, &k, &v], &expected, |g, t| {
-                t[0].attention(t[1], t[2], Some(g.constant(&mask, [queries, keys])), scale as f32)
+            let causal = Array::from_fn(&[queries, keys], |at| {
+                if at[1] <= at[0] {
+                    0.0
+                } else {
+                    f64::NEG_INFINITY
+                }
             });
+            let mask: Vec<f16> = causal
+                .values
+                .iter()
+                .map(|&value| f16::from_f64(value))
+                .collect();
+            let expected = reference::attention(&q, &k, &v, Some(&causal), scale);
+            check(
+                &format!("masked {name}"),
+                &[&q, &k, &v],
+                &expected,
+                |g, t| {
+                    t[0].attention(
+                        t[1],
+                        t[2],
+                        Some(g.constant(&mask, [queries, keys])),
+                        scale as f32,
+                    )
+                },
+            );
         }
     }
 
     // As models use it: tokens before heads in memory.
-    let (q, k, v) = (random(&[6, 2, 16], 19), random(&[7, 2, 16], 20), random(&[7, 2, 16], 21));
+    let (q, k, v) = (
+        random(&[6, 2, 16], 19),
+        random(&[7, 2, 16], 20),
+        random(&[7, 2, 16], 21),
+    );
     let swap = |x: &Array| x.permute(&[1, 0, 2]);
     let expected = reference::attention(&swap(&q), &swap(&k), &swap(&v), None, 0.25);
     check("attention over views", &[&q, &k, &v], &expected, |_, t| {
-        t[0].transpose(0, 1).attention(t[1].transpose(0, 1), t[2].transpose(0, 1), None, 0.25)
+        t[0].transpose(0, 1)
+            .attention(t[1].transpose(0, 1), t[2].transpose(0, 1), None, 0.25)
     });
 }
 
 #[test]
 fn layout() {
     let a = random(&[2, 3, 4, 5], 22);
-    check("permute", &[&a], &a.permute(&[3, 0, 2, 1]), |_, t| t[0].permute([3, 0, 2, 1]));
-    check("permute rank 3", &[&random(&[2, 3, 4], 23)], &random(&[2, 3, 4], 23).permute(&[1, 2, 0]), |_, t| {
-        t[0].permute([1, 2, 0])
+    check("permute", &[&a], &a.permute(&[3, 0, 2, 1]), |_, t| {
+        t[0].permute([3, 0, 2, 1])
     });
+    check(
+        "permute rank 3",
+        &[&random(&[2, 3, 4], 23)],
+        &random(&[2, 3, 4], 23).permute(&[1, 2, 0]),
+        |_, t| t[0].permute([1, 2, 0]),
+    );
     let moved = a.permute(&[1, 0, 2, 3]);
-    check("reshape of a view", &[&a], &Array::new(&[3, 40], moved.values.clone()), |_, t| {
-        t[0].transpose(0, 1).reshape([3, 40])
-    });
+    check(
+        "reshape of a view",
+        &[&a],
+        &Array::new(&[3, 40], moved.values.clone()),
+        |_, t| t[0].transpose(0, 1).reshape([3, 40]),
+    );
     for axis in 0..4 {
         let mut dims = a.dims.clone();
         dims[axis] = 2;
@@ -215,13 +343,19 @@ fn layout() {
                 part.at(&at)
             }
         });
-        check("concat", &[&a], &both, |_, t| t[0].concat(t[0].slice(axis, start, 2), axis));
+        check("concat", &[&a], &both, |_, t| {
+            t[0].concat(t[0].slice(axis, start, 2), axis)
+        });
     }
     let table = random(&[6, 5], 24);
     let index = [4_i32, 0, 0, 5];
     let rows = Array::from_fn(&[4, 5], |at| table.at(&[index[at[0]] as usize, at[1]]));
-    check("rows", &[&table], &rows, |g, t| t[0].rows(g.constant(&index, [4])));
-    check("cast to half and back", &[&table], &table, |_, t| t[0].cast(DType::F16).cast(DType::F32));
+    check("rows", &[&table], &rows, |g, t| {
+        t[0].rows(g.constant(&index, [4]))
+    });
+    check("cast to half and back", &[&table], &table, |_, t| {
+        t[0].cast(DType::F16).cast(DType::F32)
+    });
     check("an input as output", &[&table], &table, |_, t| t[0]);
 }
 
@@ -231,19 +365,38 @@ fn pictures() {
     for (kernel, stride, padding) in [(3, 1, 1), (1, 1, 0), (3, 2, 0), (2, 2, 1)] {
         let kernel = random(&[5, 3, kernel, kernel], 26);
         let expected = reference::conv2d(&x, &kernel, stride, padding);
-        check("conv2d", &[&x, &kernel], &expected, |_, t| t[0].conv2d(t[1], stride, padding));
-        check_with("conv2d in half precision", &[&x, &kernel], &expected, 1e-3, |_, t| {
-            t[0].conv2d(t[1].cast(DType::F16), stride, padding)
+        check("conv2d", &[&x, &kernel], &expected, |_, t| {
+            t[0].conv2d(t[1], stride, padding)
         });
+        check_with(
+            "conv2d in half precision",
+            &[&x, &kernel],
+            &expected,
+            1e-3,
+            |_, t| t[0].conv2d(t[1].cast(DType::F16), stride, padding),
+        );
     }
     let batch = random(&[2, 3, 5, 4], 27);
     let kernel = random(&[2, 3, 3, 3], 28);
-    check("conv2d of two", &[&batch, &kernel], &reference::conv2d(&batch, &kernel, 1, 1), |_, t| t[0].conv2d(t[1], 1, 1));
+    check(
+        "conv2d of two",
+        &[&batch, &kernel],
+        &reference::conv2d(&batch, &kernel, 1, 1),
+        |_, t| t[0].conv2d(t[1], 1, 1),
+    );
 
-    let doubled = Array::from_fn(&[1, 3, 12, 14], |at| x.at(&[at[0], at[1], at[2] / 2, at[3] / 2]));
-    check("upscale_nearest", &[&x], &doubled, |_, t| t[0].upscale_nearest(2));
+    let doubled = Array::from_fn(&[1, 3, 12, 14], |at| {
+        x.at(&[at[0], at[1], at[2] / 2, at[3] / 2])
+    });
+    check("upscale_nearest", &[&x], &doubled, |_, t| {
+        t[0].upscale_nearest(2)
+    });
     let padded = Array::from_fn(&[1, 3, 7, 9], |at| {
-        if at[2] < 6 && at[3] < 7 { x.at(at) } else { 0.0 }
+        if at[2] < 6 && at[3] < 7 {
+            x.at(at)
+        } else {
+            0.0
+        }
     });
     check("pad_end", &[&x], &padded, |_, t| t[0].pad_end(1, 2));
 }

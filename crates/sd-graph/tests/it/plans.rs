@@ -5,7 +5,11 @@ use sd_backend::{Backend, BackendOptions, Device};
 use sd_graph::{Cancel, Error, Estimate, Graph, Plan, Tensor};
 
 fn processor() -> Backend {
-    Backend::new(Device::cpu().unwrap(), &BackendOptions::default().threads(2)).unwrap()
+    Backend::new(
+        Device::cpu().unwrap(),
+        &BackendOptions::default().threads(2),
+    )
+    .unwrap()
 }
 
 /// The text of the first mistake in what `build` makes of `x [2, 3]` and `y [4]`.
@@ -23,7 +27,13 @@ fn mistake(build: impl for<'g> Fn(Graph<'g>, Tensor<'g>, Tensor<'g>) -> Tensor<'
 #[test]
 fn the_first_mistake_comes_out_once_with_names_and_place() {
     let text = mistake(|_, x, y| (x + y).matmul_transposed(y));
-    for part in ["sum", "x [2, 3]", "y [4]", "plans.rs:", "cannot be repeated"] {
+    for part in [
+        "sum",
+        "x [2, 3]",
+        "y [4]",
+        "plans.rs:",
+        "cannot be repeated",
+    ] {
         assert!(text.contains(part), "{text}");
     }
     assert!(!text.contains("matmul"), "{text}");
@@ -31,7 +41,10 @@ fn the_first_mistake_comes_out_once_with_names_and_place() {
 
 #[test]
 fn every_operation_refuses_what_ggml_would_abort_on() {
-    type Case = (&'static str, for<'g> fn(Graph<'g>, Tensor<'g>, Tensor<'g>) -> Tensor<'g>);
+    type Case = (
+        &'static str,
+        for<'g> fn(Graph<'g>, Tensor<'g>, Tensor<'g>) -> Tensor<'g>,
+    );
     let cases: &[Case] = &[
         ("fit rows", |_, x, y| x.matmul_transposed(y.reshape([1, 4]))),
         ("two dimensions", |_, x, y| x.matmul_transposed(y)),
@@ -43,10 +56,16 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
         ("do not lie within", |_, x, _| x.slice(1, 2, 2)),
         ("equal parts", |_, x, _| x.chunk::<2>(1)[0]),
         ("beside 0 differ", |_, x, y| x.concat(y.reshape([1, 4]), 0)),
-        ("must be an input or a constant", |g, x, _| x.rows(g.constant(&[0_i32, 1], [2]).slice(0, 0, 1))),
+        ("must be an input or a constant", |g, x, _| {
+            x.rows(g.constant(&[0_i32, 1], [2]).slice(0, 0, 1))
+        }),
         ("must be i32", |_, x, y| x.rows(y)),
-        ("row 2 is not one of 2", |g, x, _| x.rows(g.constant(&[0_i32, 2], [2]))),
-        ("row -1 is not one of 2", |g, x, _| x.rows(g.constant(&[-1_i32], [1]))),
+        ("row 2 is not one of 2", |g, x, _| {
+            x.rows(g.constant(&[0_i32, 2], [2]))
+        }),
+        ("row -1 is not one of 2", |g, x, _| {
+            x.rows(g.constant(&[-1_i32], [1]))
+        }),
         ("[n, in, h, w]", |_, x, y| x.conv2d(y, 1, 1)),
         ("mask must be f16", |_, x, _| {
             let q = x.reshape([1, 2, 3]);
@@ -56,14 +75,22 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
             let q = x.reshape([1, 2, 3]);
             q.attention(q, q, Some(g.constant(&[f16::ZERO], [1, 1])), 1.0)
         }),
-        ("values do not fill", |g, _, _| g.constant(&[1.0_f32; 3], [2, 2])),
+        ("values do not fill", |g, _, _| {
+            g.constant(&[1.0_f32; 3], [2, 2])
+        }),
         ("must be f32", |g, x, _| x + g.constant(&[f16::ONE; 3], [3])),
         ("cannot become", |_, x, _| x.cast(sd_backend::DType::Q8_0)),
-        ("two inputs are called `x`", |g, x, _| x + g.input::<f32>("x", [3])),
+        ("two inputs are called `x`", |g, x, _| {
+            x + g.input::<f32>("x", [3])
+        }),
         ("eps is NaN", |_, x, _| x.rms_norm(f32::NAN)),
-        ("more elements than memory", |g, _, _| g.input::<f32>("vast", [1 << 40, 1 << 40])),
+        ("more elements than memory", |g, _, _| {
+            g.input::<f32>("vast", [1 << 40, 1 << 40])
+        }),
         ("beyond all pictures", |_, x, _| x.pad_end(usize::MAX, 0)),
-        ("more elements than memory", |_, x, _| x.upscale_nearest(usize::MAX)),
+        ("more elements than memory", |_, x, _| {
+            x.upscale_nearest(usize::MAX)
+        }),
     ];
     for (expected, build) in cases {
         let text = mistake(build);
@@ -80,14 +107,20 @@ fn inputs_are_asked_for_before_each_run() {
     })
     .unwrap();
     let cancel = Cancel::new();
-    assert!(matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "x"));
+    assert!(
+        matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "x")
+    );
     plan.set("x", &[1.0_f32, 2.0]).unwrap();
-    assert!(matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "y"));
+    assert!(
+        matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "y")
+    );
     plan.set("y", &[3.0_f32, 4.0]).unwrap();
     assert!(matches!(plan.read::<f32>("z"), Err(Error::NotRun { .. })));
     plan.run(&mut backend, &cancel).unwrap();
     assert_eq!(plan.read::<f32>("z").unwrap(), [3.0, 8.0]);
-    assert!(matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "x"));
+    assert!(
+        matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "x")
+    );
 }
 
 #[test]
@@ -99,13 +132,31 @@ fn wrong_values_are_named() {
     })
     .unwrap();
     let text = |outcome: Result<(), Error>| outcome.unwrap_err().to_string();
-    assert_eq!(text(plan.set("table", &[1.0_f32; 5])), "`table` holds 6 values, not 5");
-    assert_eq!(text(plan.set("table", &[1_i32; 6])), "`table` holds f32, not i32");
-    assert_eq!(text(plan.set("tables", &[1.0_f32; 6])), "the plan has no input called `tables`; it has: table, index");
-    assert_eq!(text(plan.set("index", &[0_i32, 3])), "`index` holds row 3 is not one of 3");
+    assert_eq!(
+        text(plan.set("table", &[1.0_f32; 5])),
+        "`table` holds 6 values, not 5"
+    );
+    assert_eq!(
+        text(plan.set("table", &[1_i32; 6])),
+        "`table` holds f32, not i32"
+    );
+    assert_eq!(
+        text(plan.set("tables", &[1.0_f32; 6])),
+        "the plan has no input called `tables`; it has: table, index"
+    );
+    assert_eq!(
+        text(plan.set("index", &[0_i32, 3])),
+        "`index` holds row 3 is not one of 3"
+    );
     plan.set("index", &[0_i32, 2]).unwrap();
-    assert!(matches!(plan.read::<i32>("rows"), Err(Error::WrongValues { .. })));
-    assert!(matches!(plan.read::<f32>("nothing"), Err(Error::UnknownName { .. })));
+    assert!(matches!(
+        plan.read::<i32>("rows"),
+        Err(Error::WrongValues { .. })
+    ));
+    assert!(matches!(
+        plan.read::<f32>("nothing"),
+        Err(Error::UnknownName { .. })
+    ));
 }
 
 #[test]
@@ -139,7 +190,10 @@ fn constants_stay_while_inputs_change() {
         plan.set("x", &[round as f32; 3]).unwrap();
         plan.run(&mut backend, &Cancel::new()).unwrap();
         let base = round as f32;
-        assert_eq!(plan.read::<f32>("y").unwrap(), [base + 20.0, base + 40.0, base + 60.0]);
+        assert_eq!(
+            plan.read::<f32>("y").unwrap(),
+            [base + 20.0, base + 40.0, base + 60.0]
+        );
         assert_eq!(plan.read::<f32>("constant").unwrap(), [1.0, 2.0, 3.0]);
     }
 }
@@ -147,7 +201,8 @@ fn constants_stay_while_inputs_change() {
 #[test]
 fn a_cancelled_run_says_so_and_the_next_one_works() {
     let mut backend = processor();
-    let mut plan = Plan::build(&backend, |g| g.output("y", g.input::<f32>("x", [1]) + 1.0)).unwrap();
+    let mut plan =
+        Plan::build(&backend, |g| g.output("y", g.input::<f32>("x", [1]) + 1.0)).unwrap();
     let cancel = Cancel::new();
     cancel.cancel();
     plan.set("x", &[1.0_f32]).unwrap();
@@ -208,7 +263,8 @@ fn an_estimate_is_what_the_plan_takes() {
 #[test]
 fn a_plan_and_its_backend_move_to_another_thread() {
     let mut backend = processor();
-    let mut plan = Plan::build(&backend, |g| g.output("y", g.input::<f32>("x", [1]) * 2.0)).unwrap();
+    let mut plan =
+        Plan::build(&backend, |g| g.output("y", g.input::<f32>("x", [1]) * 2.0)).unwrap();
     let result = std::thread::spawn(move || {
         plan.set("x", &[21.0_f32]).unwrap();
         plan.run(&mut backend, &Cancel::new()).unwrap();

@@ -10,14 +10,19 @@ pub(crate) struct Array {
 impl Array {
     pub(crate) fn new(dims: &[usize], values: Vec<f64>) -> Array {
         assert_eq!(dims.iter().product::<usize>(), values.len());
-        Array { dims: dims.to_vec(), values }
+        Array {
+            dims: dims.to_vec(),
+            values,
+        }
     }
 
     /// Numbers between -1 and 1 from a multiplicative generator, the same on every machine, exact in half precision.
     pub(crate) fn random(dims: &[usize], seed: u64) -> Array {
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let values = (0..dims.iter().product()).map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             f64::from((state >> 40) as u32 % 513) / 256.0 - 1.0
         });
         Array::new(dims, values.collect())
@@ -66,7 +71,10 @@ impl Array {
     }
 
     pub(crate) fn map(&self, each: impl Fn(f64) -> f64) -> Array {
-        Array::new(&self.dims, self.values.iter().map(|&value| each(value)).collect())
+        Array::new(
+            &self.dims,
+            self.values.iter().map(|&value| each(value)).collect(),
+        )
     }
 
     pub(crate) fn zip(&self, other: &Array, each: impl Fn(f64, f64) -> f64) -> Array {
@@ -76,7 +84,10 @@ impl Array {
     /// Applies `each` to every row of the innermost dimension.
     pub(crate) fn rows(&self, each: impl Fn(&[f64]) -> Vec<f64>) -> Array {
         let inner = *self.dims.last().unwrap();
-        Array::new(&self.dims, self.values.chunks(inner).flat_map(each).collect())
+        Array::new(
+            &self.dims,
+            self.values.chunks(inner).flat_map(each).collect(),
+        )
     }
 
     pub(crate) fn permute(&self, axes: &[usize]) -> Array {
@@ -123,24 +134,36 @@ pub(crate) fn softmax(row: &[f64]) -> Vec<f64> {
     weights.iter().map(|weight| weight / sum).collect()
 }
 
-pub(crate) fn attention(q: &Array, k: &Array, v: &Array, mask: Option<&Array>, scale: f64) -> Array {
-    let [heads, queries, channels] = q.dims[..] else { panic!() };
-    let [kv_heads, keys, width] = v.dims[..] else { panic!() };
+pub(crate) fn attention(
+    q: &Array,
+    k: &Array,
+    v: &Array,
+    mask: Option<&Array>,
+    scale: f64,
+) -> Array {
+    let [heads, queries, channels] = q.dims[..] else {
+        panic!()
+    };
+    let [kv_heads, keys, width] = v.dims[..] else {
+        panic!()
+    };
     let group = heads / kv_heads;
     let mut result = Array::new(&[queries, heads, width], vec![0.0; queries * heads * width]);
     for head in 0..heads {
         for query in 0..queries {
             let scores: Vec<f64> = (0..keys)
                 .map(|key| {
-                    let dot: f64 =
-                        (0..channels).map(|c| q.at(&[head, query, c]) * k.at(&[head / group, key, c])).sum();
+                    let dot: f64 = (0..channels)
+                        .map(|c| q.at(&[head, query, c]) * k.at(&[head / group, key, c]))
+                        .sum();
                     dot * scale + mask.map_or(0.0, |mask| mask.at(&[query, key]))
                 })
                 .collect();
             let weights = softmax(&scores);
             for c in 0..width {
-                result.values[(query * heads + head) * width + c] =
-                    (0..keys).map(|key| weights[key] * v.at(&[head / group, key, c])).sum();
+                result.values[(query * heads + head) * width + c] = (0..keys)
+                    .map(|key| weights[key] * v.at(&[head / group, key, c]))
+                    .sum();
             }
         }
     }
@@ -148,8 +171,12 @@ pub(crate) fn attention(q: &Array, k: &Array, v: &Array, mask: Option<&Array>, s
 }
 
 pub(crate) fn conv2d(x: &Array, kernel: &Array, stride: usize, padding: usize) -> Array {
-    let [n, input, h, w] = x.dims[..] else { panic!() };
-    let [output, _, kh, kw] = kernel.dims[..] else { panic!() };
+    let [n, input, h, w] = x.dims[..] else {
+        panic!()
+    };
+    let [output, _, kh, kw] = kernel.dims[..] else {
+        panic!()
+    };
     let size = |input: usize, kernel: usize| (input + 2 * padding - kernel) / stride + 1;
     Array::from_fn(&[n, output, size(h, kh), size(w, kw)], |index| {
         let mut sum = 0.0;
@@ -157,7 +184,9 @@ pub(crate) fn conv2d(x: &Array, kernel: &Array, stride: usize, padding: usize) -
             for y in 0..kh {
                 for x_offset in 0..kw {
                     let (row, column) = (index[2] * stride + y, index[3] * stride + x_offset);
-                    if (padding..h + padding).contains(&row) && (padding..w + padding).contains(&column) {
+                    if (padding..h + padding).contains(&row)
+                        && (padding..w + padding).contains(&column)
+                    {
                         sum += x.at(&[index[0], c, row - padding, column - padding])
                             * kernel.at(&[index[1], c, y, x_offset]);
                     }

@@ -1,0 +1,110 @@
+//! Arguments of the command, and what its help says.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+
+/// Pictures from a diffusion checkpoint.
+#[derive(Debug, Parser)]
+#[command(
+    name = "sd",
+    version,
+    about,
+    max_term_width = 100,
+    propagate_version = true
+)]
+pub(crate) struct Sd {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+
+    /// Say more on standard error; twice for details.
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+
+    /// Say nothing but errors.
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make a picture from a prompt.
+    #[command(
+        after_help = "Without --model the tiny checkpoint of the repository is used: it draws coloured shapes, such \
+        as \"a large red circle on a blue background\"."
+    )]
+    Generate(Generate),
+    /// Say what a checkpoint is: a model folder, or a single .safetensors file.
+    Info(Info),
+}
+
+/// Arguments of `sd generate`.
+#[derive(Debug, Args)]
+pub(crate) struct Generate {
+    /// What the picture shows. Empty is allowed: a picture of nothing in particular.
+    #[arg(short, long, value_name = "TEXT")]
+    pub(crate) prompt: String,
+
+    /// What the picture should not show; needs a guidance above 1. Without it, guidance leads away from an empty prompt.
+    #[arg(short, long, value_name = "TEXT")]
+    pub(crate) negative_prompt: Option<String>,
+
+    /// Model folder in the diffusers layout (with a model_index.json).
+    #[arg(short, long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Width in pixels, rounded down to a multiple of 32.
+    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) width: Option<usize>,
+
+    /// Height in pixels, rounded down to a multiple of 32.
+    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) height: Option<usize>,
+
+    /// Number of steps, from 1 to 1000.
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) steps: Option<usize>,
+
+    /// Guidance scale: 1 follows the prompt as it is, more exaggerates it and doubles the time.
+    #[arg(short, long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) guidance: Option<f32>,
+
+    /// Seed of the starting noise: the same seed and settings give the same picture.
+    #[arg(
+        short,
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
+    pub(crate) seed: u64,
+
+    /// Device to run on: auto, cpu, gpu, or the name of one.
+    #[arg(short, long, value_name = "NAME", default_value = "auto")]
+    pub(crate) device: String,
+
+    /// Threads that compute on the processor [default: as many as there are].
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<usize>,
+
+    /// File to write.
+    #[arg(short, long, value_name = "FILE.png", default_value = "output.png")]
+    pub(crate) output: PathBuf,
+
+    /// Print one report in JSON on standard output: sizes, seconds per stage, bytes.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `sd info`.
+#[derive(Debug, Args)]
+pub(crate) struct Info {
+    /// Model folder or .safetensors file.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}

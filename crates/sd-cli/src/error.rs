@@ -1,0 +1,37 @@
+//! What the command ends with when it does not end well.
+
+use std::io::Write;
+
+/// A failure of a subcommand.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// A model could not be opened, loaded or run.
+    #[error(transparent)]
+    Model(#[from] sd_models::Error),
+    /// A weight file could not be read.
+    #[error(transparent)]
+    Checkpoint(#[from] sd_graph::CheckpointError),
+    /// A value of an option that no model could use.
+    #[error("--{option} {value}: {reason}")]
+    Option {
+        /// The option, without its dashes.
+        option: &'static str,
+        /// What was given.
+        value: String,
+        /// Why it cannot be.
+        reason: String,
+    },
+    /// The tiny checkpoint is not near.
+    #[error(
+        "no --model was given, and the tiny checkpoint (models/tiny-qwen-image-2.1) lies neither in the current folder or those above it nor beside the program"
+    )]
+    NoModel,
+    /// Standard output is gone.
+    #[error("standard output: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// Prints an error to standard error, and nothing where that is gone too.
+pub(crate) fn print(error: &Error) {
+    let _ = writeln!(std::io::stderr(), "error: {error}");
+}

@@ -1,0 +1,216 @@
+//! `sd generate`.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use sd_graph::{Cancel, Progress, Reporter};
+use sd_models::{Pipeline, Request};
+use serde::Serialize;
+
+use crate::args::Generate;
+use crate::error::Error;
+use crate::progress::Display;
+use crate::tiny;
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    output: String,
+    model: String,
+    device: String,
+    threads: usize,
+    prompt: &'a str,
+    negative_prompt: Option<&'a str>,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: f32,
+    seed: u64,
+    seconds: Seconds,
+    bytes: Bytes,
+}
+
+#[derive(Debug, Serialize)]
+struct Seconds {
+    load: f64,
+    encode: f64,
+    denoise: f64,
+    decode: f64,
+    save: f64,
+    total: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Bytes {
+    weights: u64,
+    compute: u64,
+    file: u64,
+}
+
+pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
+    let started = Instant::now();
+    check(arguments)?;
+    let folder = match &arguments.model {
+        Some(folder) => folder.clone(),
+        None => tiny::find()?,
+    };
+    let mut display = Display::new(arguments.json);
+
+    let mut builder = Pipeline::open(&folder)?.device(&arguments.device);
+    if let Some(threads) = arguments.threads {
+        builder = builder.threads(threads);
+    }
+    let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
+
+    display.report(&Progress::Stage("encode"));
+    let negative = arguments.negative_prompt.as_deref();
+    let (conditions, encode) = timed(|| {
+        let condition = pipeline.encode(&arguments.prompt)?;
+        let negative = negative.map(|prompt| pipeline.encode(prompt)).transpose()?;
+        Ok::<_, sd_models::Error>((condition, negative))
+    })?;
+
+    let mut request = Request::new(&conditions.0).seed(arguments.seed);
+    if let Some(negative) = &conditions.1 {
+        request = request.negative(negative);
+    }
+    let defaults = pipeline.defaults();
+    if arguments.width.is_some() || arguments.height.is_some() {
+        // A single side given makes a square, unless the model's own default has it otherwise.
+        let width = arguments
+            .width
+            .or(arguments.height)
+            .unwrap_or(defaults.width);
+        request = request.size(width, arguments.height.unwrap_or(width));
+    }
+    if let Some(steps) = arguments.steps {
+        request = request.steps(steps);
+    }
+    if let Some(guidance) = arguments.guidance {
+        request = request.guidance(guidance);
+    }
+    let guidance = arguments.guidance.unwrap_or(defaults.guidance);
+    if guidance <= 1.0 && negative.is_some() {
+        tracing::warn!(
+            "--negative-prompt has no effect with a guidance of {guidance}; give --guidance above 1"
+        );
+    }
+    let (image, made) = pipeline.generate(&request, &mut display)?;
+    let ((), save) = timed(|| image.save(&arguments.output))?;
+    display.finish();
+
+    let seconds = |duration: Duration| (duration.as_secs_f64() * 1e4).round() / 1e4;
+    let report = Report {
+        output: arguments.output.display().to_string(),
+        model: folder.display().to_string(),
+        device: pipeline.device().name(),
+        threads: pipeline.threads(),
+        prompt: &arguments.prompt,
+        negative_prompt: negative,
+        width: made.width,
+        height: made.height,
+        steps: made.steps,
+        guidance: made.guidance,
+        seed: made.seed,
+        seconds: Seconds {
+            load: seconds(load),
+            encode: seconds(encode),
+            denoise: seconds(made.denoise),
+            decode: seconds(made.decode),
+            save: seconds(save),
+            total: seconds(started.elapsed()),
+        },
+        bytes: Bytes {
+            weights: made.weight_bytes,
+            compute: made.compute_bytes,
+            file: file_size(&arguments.output),
+        },
+    };
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        writeln!(
+            out,
+            "{}: {}x{}, {} steps, seed {}, {:.1} s",
+            report.output,
+            report.width,
+            report.height,
+            report.steps,
+            report.seed,
+            report.seconds.total
+        )?;
+    }
+    Ok(())
+}
+
+/// Refuses what can be refused before a model is loaded.
+fn check(arguments: &Generate) -> Result<(), Error> {
+    let refuse = |option, value: String, reason: &str| {
+        Err(Error::Option {
+            option,
+            value,
+            reason: reason.to_owned(),
+        })
+    };
+    for (option, value) in [("width", arguments.width), ("height", arguments.height)] {
+        if let Some(value) = value.filter(|&value| value < sd_models::qwen_image_2_1::SIZE_MULTIPLE)
+        {
+            return refuse(
+                option,
+                value.to_string(),
+                "a side has at least 32 pixels, in multiples of 32",
+            );
+        }
+    }
+    if arguments.steps == Some(0) {
+        return refuse("steps", "0".to_owned(), "at least 1 step is needed");
+    }
+    if arguments.threads == Some(0) {
+        return refuse("threads", "0".to_owned(), "at least 1 thread is needed");
+    }
+    if let Some(guidance) = arguments
+        .guidance
+        .filter(|guidance| !(guidance.is_finite() && *guidance >= 1.0))
+    {
+        return refuse(
+            "guidance",
+            guidance.to_string(),
+            "it must be a number from 1 (no guidance) up",
+        );
+    }
+    let extension = arguments
+        .output
+        .extension()
+        .map(|extension| extension.to_ascii_lowercase());
+    if extension.is_none_or(|extension| extension != "png") {
+        return refuse(
+            "output",
+            arguments.output.display().to_string(),
+            "the file must end in .png",
+        );
+    }
+    let folder = arguments
+        .output
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        return refuse(
+            "output",
+            arguments.output.display().to_string(),
+            &format!("there is no folder {}", folder.display()),
+        );
+    }
+    Ok(())
+}
+
+fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
+    let started = Instant::now();
+    Ok((work()?, started.elapsed()))
+}
+
+fn file_size(path: &Path) -> u64 {
+    std::fs::metadata(path).map_or(0, |metadata| metadata.len())
+}

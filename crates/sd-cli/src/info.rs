@@ -1,0 +1,227 @@
+//! `sd info`: what a checkpoint is.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use sd_backend::Bytes;
+use sd_graph::Checkpoint;
+use serde::Serialize;
+
+use crate::args::Info;
+use crate::error::Error;
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    path: String,
+    /// Class of the pipeline, for a model folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    class: Option<String>,
+    /// Whether `sd generate` can use it, for a model folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    supported: Option<bool>,
+    parameters: u64,
+    bytes: u64,
+    components: Vec<Component>,
+}
+
+/// One set of weights.
+#[derive(Debug, Serialize)]
+struct Component {
+    name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    class: Option<String>,
+    files: usize,
+    parameters: u64,
+    bytes: u64,
+    /// Number of tensors of each element type.
+    types: BTreeMap<String, usize>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    metadata: BTreeMap<String, String>,
+    /// Only for a single file.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tensors: Vec<Tensor>,
+}
+
+#[derive(Debug, Serialize)]
+struct Tensor {
+    name: String,
+    #[serde(rename = "type")]
+    stored: String,
+    shape: Vec<usize>,
+    bytes: u64,
+}
+
+pub(crate) fn run(arguments: &Info) -> Result<(), Error> {
+    let path = &arguments.model;
+    let report = if path.join("model_index.json").is_file() {
+        folder(path)?
+    } else {
+        single(path)?
+    };
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        print(&mut out, &report)?;
+    }
+    Ok(())
+}
+
+/// A model folder: each part that its index names and that has weights.
+fn folder(path: &Path) -> Result<Report, Error> {
+    let index = sd_models::ModelIndex::read(path)?;
+    let mut components = Vec::new();
+    for (name, class) in index.components() {
+        let part = path.join(name);
+        let has_weights = std::fs::read_dir(&part).is_ok_and(|entries| {
+            entries
+                .flatten()
+                .any(|entry| entry.file_name().to_string_lossy().contains(".safetensors"))
+        });
+        if has_weights {
+            let mut component = component(&Checkpoint::open(&part)?, name, false);
+            component.class = Some(class.to_owned());
+            components.push(component);
+        }
+    }
+    let supported = Some(index.is_supported());
+    Ok(summed(
+        path,
+        Some(index.class_name().to_owned()),
+        supported,
+        components,
+    ))
+}
+
+/// A single file, or a folder of shards.
+fn single(path: &Path) -> Result<Report, Error> {
+    let checkpoint = Checkpoint::open(path)?;
+    let name = path.file_name().map_or_else(
+        || path.display().to_string(),
+        |name| name.to_string_lossy().into_owned(),
+    );
+    Ok(summed(
+        path,
+        None,
+        None,
+        vec![component(&checkpoint, &name, true)],
+    ))
+}
+
+fn summed(
+    path: &Path,
+    class: Option<String>,
+    supported: Option<bool>,
+    components: Vec<Component>,
+) -> Report {
+    Report {
+        path: path.display().to_string(),
+        class,
+        supported,
+        parameters: components
+            .iter()
+            .map(|component| component.parameters)
+            .sum(),
+        bytes: components.iter().map(|component| component.bytes).sum(),
+        components,
+    }
+}
+
+fn component(checkpoint: &Checkpoint, name: &str, with_tensors: bool) -> Component {
+    let mut types = BTreeMap::new();
+    for (_, info) in checkpoint.tensors() {
+        *types.entry(info.stored.to_string()).or_insert(0) += 1;
+    }
+    let tensors = checkpoint
+        .tensors()
+        .filter(|_| with_tensors)
+        .map(|(name, info)| Tensor {
+            name: name.to_owned(),
+            stored: info.stored.to_string(),
+            shape: info.shape.clone(),
+            bytes: info.bytes,
+        });
+    Component {
+        name: name.to_owned(),
+        class: None,
+        files: checkpoint.files().len(),
+        parameters: checkpoint.parameters(),
+        bytes: checkpoint.bytes(),
+        types,
+        metadata: checkpoint.metadata().clone(),
+        tensors: tensors.collect(),
+    }
+}
+
+fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
+    match (&report.class, report.supported) {
+        (Some(class), Some(true)) => writeln!(out, "{}: {class}", report.path)?,
+        (Some(class), _) => writeln!(
+            out,
+            "{}: {class} (not supported by sd generate)",
+            report.path
+        )?,
+        (None, _) => writeln!(out, "{}", report.path)?,
+    }
+    writeln!(
+        out,
+        "{} parameters, {}",
+        count(report.parameters),
+        Bytes(report.bytes)
+    )?;
+    for component in &report.components {
+        let types: Vec<String> = component
+            .types
+            .iter()
+            .map(|(name, number)| format!("{number} {name}"))
+            .collect();
+        let class = component
+            .class
+            .as_ref()
+            .map_or_else(String::new, |class| format!(" ({class})"));
+        let files = if component.files == 1 {
+            String::new()
+        } else {
+            format!(" in {} files", component.files)
+        };
+        writeln!(
+            out,
+            "  {}{class}: {} parameters, {}{files}, tensors: {}",
+            component.name,
+            count(component.parameters),
+            Bytes(component.bytes),
+            if types.is_empty() {
+                "none".to_owned()
+            } else {
+                types.join(", ")
+            }
+        )?;
+        for (key, value) in &component.metadata {
+            writeln!(out, "    {} = {}", key.escape_debug(), value.escape_debug())?;
+        }
+        for tensor in &component.tensors {
+            writeln!(
+                out,
+                "    {} {} {:?}",
+                tensor.name.escape_debug(),
+                tensor.stored,
+                tensor.shape
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// A number as people say it: `7.12 B`, `3.69 M`.
+fn count(number: u64) -> String {
+    let value = number as f64;
+    match number {
+        0..1_000 => number.to_string(),
+        1_000..1_000_000 => format!("{:.2} K", value / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.2} M", value / 1e6),
+        _ => format!("{:.2} B", value / 1e9),
+    }
+}

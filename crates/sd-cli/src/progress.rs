@@ -1,0 +1,79 @@
+//! Progress on standard error: a bar on a terminal, plain lines otherwise.
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use sd_graph::{Progress, Reporter};
+
+/// Shows what a run does.
+pub(crate) struct Display {
+    bar: Option<ProgressBar>,
+    lines: bool,
+    stage: &'static str,
+}
+
+impl Display {
+    /// A display on standard error; silent where `quiet` says so.
+    pub(crate) fn new(quiet: bool) -> Display {
+        let terminal = std::io::stderr().is_terminal();
+        Display {
+            bar: (terminal && !quiet).then(new_bar),
+            lines: !terminal && !quiet,
+            stage: "",
+        }
+    }
+
+    /// Takes the bar away, so that what is printed next stands alone.
+    pub(crate) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn show(&self, done: usize, total: usize) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        }
+    }
+
+    fn line(&self, text: &str) {
+        if self.lines {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        }
+    }
+}
+
+impl Reporter for Display {
+    fn report(&mut self, progress: &Progress) {
+        match progress {
+            Progress::Stage(stage) => {
+                self.stage = stage;
+                if let Some(bar) = &self.bar {
+                    bar.set_message(*stage);
+                    bar.set_length(0);
+                    bar.set_position(0);
+                }
+                self.line(stage);
+            }
+            Progress::Loading { done, total, .. } => self.show(*done, *total),
+            Progress::Step { done, total } => {
+                self.show(*done, *total);
+                self.line(&format!("{} {done}/{total}", self.stage));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn new_bar() -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    if let Ok(style) =
+        ProgressStyle::with_template("{msg:>8} [{bar:40}] {pos}/{len} {elapsed_precise} eta {eta}")
+    {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}

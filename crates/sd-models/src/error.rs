@@ -1,0 +1,121 @@
+//! What can go wrong between a request and a picture.
+
+use std::path::PathBuf;
+
+use crate::qwen_image_2_1::SIZE_MULTIPLE;
+
+/// Short for a [`std::result::Result`] with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure of opening a model, encoding a prompt or making a picture.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The graph engine failed: a bad weight file, a model that does not fit it, no memory, a cancelled run.
+    #[error(transparent)]
+    Engine(#[from] sd_graph::Error),
+    /// A file or folder of a model cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+    /// Something of a model's folder is not there.
+    #[error("{}: no {what} here", path.display())]
+    Missing {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What was looked for.
+        what: &'static str,
+    },
+    /// A configuration is not JSON, or not what this kind of model has.
+    #[error("{}: {reason}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The folder holds a model of a class that this version does not know.
+    #[error("{}: the class `{class}` is not supported; supported: {}", path.display(), supported.join(", "))]
+    UnsupportedModel {
+        /// The file that names the class.
+        path: PathBuf,
+        /// The class.
+        class: String,
+        /// Classes that are.
+        supported: &'static [&'static str],
+    },
+    /// The tokenizer cannot be loaded or refuses a text.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// Width or height cannot be made.
+    #[error(
+        "a picture of {width}x{height} cannot be made: both sides must be from {SIZE_MULTIPLE} to {limit} pixels, in multiples of {SIZE_MULTIPLE}"
+    )]
+    Size {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+        /// Most pixels along a side.
+        limit: usize,
+    },
+    /// A number of steps that no schedule has.
+    #[error("{0} steps: at least 1 and at most 1000 are possible")]
+    Steps(usize),
+    /// A guidance scale that is no number from 1 up.
+    #[error("a guidance of {0}: it must be a number from 1 (no guidance) up")]
+    Guidance(f32),
+    /// A prompt that the model cannot read.
+    #[error("the prompt {0}")]
+    Prompt(String),
+    /// The latents stopped being numbers: broken weights, or values beyond what their type holds.
+    #[error(
+        "after step {step} the latents are no longer finite numbers; the weights may be damaged"
+    )]
+    NotFinite {
+        /// The step, counted from 1.
+        step: usize,
+    },
+    /// A picture cannot be written.
+    #[error("{} cannot be written: {reason}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// Whether this is memory that ran out.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::Engine(error) if error.is_out_of_memory())
+    }
+
+    /// Whether the run was cancelled by its caller.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self, Error::Engine(error) if error.is_cancelled())
+    }
+}
+
+impl From<sd_backend::Error> for Error {
+    fn from(error: sd_backend::Error) -> Error {
+        Error::Engine(error.into())
+    }
+}
+
+impl From<sd_graph::CheckpointError> for Error {
+    fn from(error: sd_graph::CheckpointError) -> Error {
+        Error::Engine(error.into())
+    }
+}
+
+impl From<sd_graph::Mismatch> for Error {
+    fn from(error: sd_graph::Mismatch) -> Error {
+        Error::Engine(error.into())
+    }
+}

@@ -1,0 +1,190 @@
+//! Pictures: from a decoder's numbers to a file.
+
+use std::io::BufWriter;
+use std::path::Path;
+
+use image::RgbaImage;
+
+use crate::error::{Error, Result};
+
+/// A picture with straight (not premultiplied) alpha, and what it was made from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Image {
+    pixels: RgbaImage,
+    text: Vec<(String, String)>,
+}
+
+impl Image {
+    /// A picture from planes red, green, blue and alpha with values from -1 to 1, `[4, height, width]`.
+    /// Values between two shades are rounded to the nearer one (half to even), as the reference does.
+    ///
+    /// `None` if there are not `4 * width * height` values.
+    pub fn from_planes(planes: &[f32], width: usize, height: usize) -> Option<Image> {
+        let pixels = width.checked_mul(height)?;
+        if planes.len() != pixels.checked_mul(4)? {
+            return None;
+        }
+        let mut bytes = vec![0; planes.len()];
+        for (channel, plane) in planes.chunks_exact(pixels.max(1)).enumerate() {
+            for (pixel, value) in bytes.chunks_exact_mut(4).zip(plane) {
+                pixel[channel] =
+                    ((value * 0.5 + 0.5).clamp(0.0, 1.0) * 255.0).round_ties_even() as u8;
+            }
+        }
+        let pixels = RgbaImage::from_raw(
+            u32::try_from(width).ok()?,
+            u32::try_from(height).ok()?,
+            bytes,
+        )?;
+        Some(Image {
+            pixels,
+            text: Vec::new(),
+        })
+    }
+
+    /// Width in pixels.
+    pub fn width(&self) -> u32 {
+        self.pixels.width()
+    }
+
+    /// Height in pixels.
+    pub fn height(&self) -> u32 {
+        self.pixels.height()
+    }
+
+    /// The pixels, for everything the `image` crate can do.
+    pub fn pixels(&self) -> &RgbaImage {
+        &self.pixels
+    }
+
+    /// What is written beside the pixels: keywords and texts, such as the prompt and the seed.
+    pub fn text(&self) -> &[(String, String)] {
+        &self.text
+    }
+
+    /// Adds a text to be written beside the pixels. A PNG keyword has 1 to 79 Latin-1 characters.
+    pub fn add_text(&mut self, keyword: impl Into<String>, text: impl Into<String>) {
+        self.text.push((keyword.into(), text.into()));
+    }
+
+    /// Writes a PNG with the texts in its `iTXt` chunks. It is written under another name in the same folder and
+    /// renamed, so that no half picture is ever seen under `path`.
+    ///
+    /// # Errors
+    /// [`Error::Write`] with the path and the reason.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        self.write(path).map_err(|reason| Error::Write {
+            path: path.to_owned(),
+            reason,
+        })
+    }
+
+    fn write(&self, path: &Path) -> std::result::Result<(), String> {
+        let folder = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        if path.is_dir() {
+            return Err("it is a folder".to_owned());
+        }
+        if !folder.is_dir() {
+            return Err(format!("there is no folder {}", folder.display()));
+        }
+        let io = |error: std::io::Error| error.to_string();
+        let encoding = |error: png::EncodingError| error.to_string();
+        let mut file = tempfile::Builder::new()
+            .prefix(".sd-")
+            .suffix(".png.part")
+            .tempfile_in(folder)
+            .map_err(io)?;
+        {
+            let mut encoder = png::Encoder::new(
+                BufWriter::new(file.as_file_mut()),
+                self.width(),
+                self.height(),
+            );
+            encoder.set_color(png::ColorType::Rgba);
+            encoder.set_depth(png::BitDepth::Eight);
+            for (keyword, text) in &self.text {
+                encoder
+                    .add_itxt_chunk(keyword.clone(), text.clone())
+                    .map_err(encoding)?;
+            }
+            let mut writer = encoder.write_header().map_err(encoding)?;
+            writer
+                .write_image_data(self.pixels.as_raw())
+                .map_err(encoding)?;
+            writer.finish().map_err(encoding)?;
+        }
+        make_readable(file.as_file()).map_err(io)?;
+        file.persist(path)
+            .map_err(|error| error.error.to_string())?;
+        Ok(())
+    }
+}
+
+/// Temporary files belong to their owner alone; a picture is an ordinary file.
+#[cfg(unix)]
+fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    file.set_permissions(std::fs::Permissions::from_mode(0o644))
+}
+
+#[cfg(not(unix))]
+fn make_readable(_file: &std::fs::File) -> std::io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planes_become_pixels() {
+        // One row of two pixels: planes of red, green, blue, alpha.
+        let image =
+            Image::from_planes(&[-1.0, 1.0, 0.0, 2.0, -3.0, f32::NAN, 1.0, 0.5], 2, 1).unwrap();
+        assert_eq!(image.pixels().as_raw(), &[0, 128, 0, 255, 255, 255, 0, 191]);
+        assert!(Image::from_planes(&[0.0; 7], 2, 1).is_none());
+        assert!(Image::from_planes(&[], usize::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn a_file_holds_pixels_and_texts() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut image = Image::from_planes(&[0.25; 4 * 6], 3, 2).unwrap();
+        image.add_text("prompt", "ein Kreis 🔴");
+        let path = folder.path().join("picture.png");
+        image.save(&path).unwrap();
+        let decoder =
+            png::Decoder::new(std::io::BufReader::new(std::fs::File::open(&path).unwrap()));
+        let mut reader = decoder.read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        reader.next_frame(&mut pixels).unwrap();
+        assert_eq!(&pixels, image.pixels().as_raw());
+        let chunk = &reader.info().utf8_text[0];
+        assert_eq!(
+            (chunk.keyword.as_str(), chunk.get_text().unwrap().as_str()),
+            ("prompt", "ein Kreis 🔴")
+        );
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_cannot_be_written_says_why_and_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = Image::from_planes(&[0.0; 4], 1, 1).unwrap();
+        let text = image
+            .save(folder.path().join("no/such/folder.png"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("folder.png") && text.contains("there is no folder"),
+            "{text}"
+        );
+        let text = image.save(folder.path()).unwrap_err().to_string();
+        assert!(text.contains("it is a folder"), "{text}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,19 @@
+//! Diffusion models on ggml: what each computes, in the words of its paper, and how a picture is made.
+
+mod config;
+mod error;
+mod image;
+mod model_index;
+pub mod nn;
+pub mod noise;
+mod pipeline;
+pub mod qwen3_vl;
+pub mod qwen_image_2_1;
+pub mod rope;
+mod schedule;
+
+pub use error::{Error, Result};
+pub use image::Image;
+pub use model_index::ModelIndex;
+pub use pipeline::{Condition, Defaults, GenerateReport, Pipeline, PipelineBuilder, Request};
+pub use schedule::{FlowMatchEuler, Schedule, TimeShift};

@@ -1,0 +1,89 @@
+//! Layers that several models share, named as the field names them.
+
+use sd_graph::{Param, Role, Scope, Tensor};
+
+/// `y = x W^T + b`, `x [.., in] -> [.., out]`. One layer serves every weight type, since the type comes from the file.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    weight: Param,
+    bias: Option<Param>,
+}
+
+impl Linear {
+    /// Declares `weight [out, in]` and, where `bias` says so, `bias [out]` at `scope`.
+    pub fn new(scope: &Scope<'_>, input: usize, output: usize, bias: bool) -> Linear {
+        Linear {
+            weight: scope.param("weight", [output, input], Role::Matrix),
+            bias: bias.then(|| scope.param("bias", [output], Role::Vector)),
+        }
+    }
+
+    /// Applies the layer.
+    #[track_caller]
+    pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        let y = x.matmul_transposed(g.param(&self.weight));
+        match &self.bias {
+            Some(bias) => y + g.param(bias),
+            None => y,
+        }
+    }
+}
+
+/// RMSNorm with a weight over the innermost dimension: `x / sqrt(mean(x^2) + eps) * weight`.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    weight: Param,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// Declares `weight [dim]` at `scope`.
+    pub fn new(scope: &Scope<'_>, dim: usize, eps: f32) -> RmsNorm {
+        RmsNorm {
+            weight: scope.param("weight", [dim], Role::Vector),
+            eps,
+        }
+    }
+
+    /// Applies the norm.
+    #[track_caller]
+    pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        x.rms_norm(self.eps) * x.graph().param(&self.weight)
+    }
+
+    /// Applies the norm with a weight that the checkpoint stores less one.
+    #[track_caller]
+    pub fn forward_zero_centred<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        x.rms_norm(self.eps) * (x.graph().param(&self.weight) + 1.0)
+    }
+}
+
+/// Convolution over `[n, in, h, w]` with zeros around and a bias.
+#[derive(Debug, Clone)]
+pub struct Conv2d {
+    weight: Param,
+    bias: Param,
+    channels: usize,
+    padding: usize,
+}
+
+impl Conv2d {
+    /// Declares `weight [out, in, kernel, kernel]` and `bias [out]` at `scope`; the padding keeps the size.
+    pub fn new(scope: &Scope<'_>, input: usize, output: usize, kernel: usize) -> Conv2d {
+        Conv2d {
+            weight: scope.param("weight", [output, input, kernel, kernel], Role::Kernel),
+            bias: scope.param("bias", [output], Role::Vector),
+            channels: output,
+            padding: kernel / 2,
+        }
+    }
+
+    /// Applies the layer.
+    #[track_caller]
+    pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        x.conv2d(g.param(&self.weight), 1, self.padding)
+            + g.param(&self.bias).reshape([self.channels, 1, 1])
+    }
+}

@@ -1,0 +1,21 @@
+//! Qwen-Image 2.1: text to picture with a block-causal single-stream transformer.
+//!
+//! Reference: diffusers'
+//! [`pipeline_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/pipelines/qwenimage21/pipeline_qwenimage21.py),
+//! [`transformer_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_qwenimage21.py) and
+//! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
+
+mod layout;
+mod model;
+mod prompt;
+mod transformer;
+mod vae;
+
+pub use layout::{AttentionRun, Layout, Segment};
+pub use model::{Condition, QwenImage21};
+pub use prompt::{PromptTokenizer, TokenizedPrompt};
+pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
+pub use vae::{VaeConfig, VaeDecoder};
+
+/// Sides of a picture are multiples of this many pixels: the VAE's 16, and two latents to an image slot.
+pub const SIZE_MULTIPLE: usize = 32;

@@ -1,0 +1,377 @@
+//! The parts of a Qwen-Image 2.1 checkpoint, and what each does to get from a prompt to a picture.
+
+use std::path::{Path, PathBuf};
+
+use sd_backend::{Backend, Device};
+use sd_graph::{
+    Cancel, Checkpoint, Declarations, Estimate, LoadOptions, LoadReport, Param, PlanCache,
+    Reporter, Scope, load,
+};
+use serde::Deserialize;
+
+use super::layout::Layout;
+use super::prompt::PromptTokenizer;
+use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
+use super::vae::{VaeConfig, VaeDecoder};
+use crate::config::read_json;
+use crate::error::{Error, Result};
+use crate::qwen3_vl::{self, TextModel};
+use crate::schedule::{FlowMatchEuler, Schedule};
+
+/// What of `model_index.json` bears on sampling.
+#[derive(Debug, Deserialize)]
+struct ModelIndex {
+    #[serde(default)]
+    sample_sigmas: Option<Vec<f32>>,
+}
+
+/// One part of a model: its weights, and what it declared to need of them.
+#[derive(Debug)]
+struct Part<M> {
+    module: M,
+    checkpoint: Checkpoint,
+    params: Vec<Param>,
+}
+
+impl<M> Part<M> {
+    /// Opens the weights in `folder` and declares what `new` needs of them.
+    fn open(
+        folder: &Path,
+        options: &LoadOptions,
+        new: impl FnOnce(&Scope<'_>) -> M,
+    ) -> Result<Part<M>> {
+        let checkpoint = Checkpoint::open(folder)?;
+        let declarations = Declarations::new(&checkpoint, options.clone());
+        let module = new(&declarations.root());
+        let params = declarations.finish()?;
+        Ok(Part {
+            module,
+            checkpoint,
+            params,
+        })
+    }
+}
+
+/// A Qwen-Image 2.1 model: text encoder, transformer, VAE decoder, tokenizer and schedule.
+///
+/// Opening checks every name and shape; [`QwenImage21::load`] brings the weights into memory.
+#[derive(Debug)]
+pub struct QwenImage21 {
+    prompts: PromptTokenizer,
+    scheduler: FlowMatchEuler,
+    sample_sigmas: Option<Vec<f32>>,
+    vae_config: VaeConfig,
+    text_encoder: Part<TextModel>,
+    transformer: Part<Transformer>,
+    vae: Part<VaeDecoder>,
+    text_plans: PlanCache<usize>,
+    transformer_plans: PlanCache<Layout>,
+    vae_plans: PlanCache<(usize, usize)>,
+}
+
+/// An encoded prompt. May be kept and used for any number of pictures.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Condition {
+    prompt: String,
+    token_ids: Vec<i32>,
+    /// Hidden states `[tokens, context]` of the prompt without the system message.
+    hidden: Vec<f32>,
+    tokens: usize,
+}
+
+impl Condition {
+    /// The prompt this was made from.
+    pub fn prompt(&self) -> &str {
+        &self.prompt
+    }
+
+    /// Token numbers that the text encoder read, template and system message included.
+    pub fn token_ids(&self) -> &[i32] {
+        &self.token_ids
+    }
+
+    /// Hidden states `[tokens, context]`, row by row, the system message's left out.
+    pub fn hidden_states(&self) -> &[f32] {
+        &self.hidden
+    }
+
+    /// Number of rows of [`Condition::hidden_states`].
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+impl QwenImage21 {
+    /// Opens a model in the diffusers layout: reads configurations and tokenizer, checks every tensor's name and shape.
+    /// No weight is read.
+    ///
+    /// # Errors
+    /// Everything that can be wrong with files; see [`Error`].
+    pub fn open(folder: &Path, options: &LoadOptions) -> Result<QwenImage21> {
+        let index: ModelIndex = read_json(&folder.join("model_index.json"))?;
+        let text_config = qwen3_vl::Config::read(&folder.join("text_encoder/config.json"))?;
+        let transformer_config = TransformerConfig::read(&folder.join("transformer/config.json"))?;
+        let vae_config = VaeConfig::read(&folder.join("vae/config.json"))?;
+        check_joints(folder, &text_config, &transformer_config, &vae_config)?;
+        let scheduler = FlowMatchEuler::read(&folder.join("scheduler/scheduler_config.json"))?;
+        let prompts = PromptTokenizer::read(&find_tokenizer(folder)?, &text_config)?;
+
+        let text_encoder = Part::open(&folder.join("text_encoder"), options, |root| {
+            TextModel::new(root, &text_config.text_config)
+        })?;
+        let transformer = Part::open(&folder.join("transformer"), options, |root| {
+            Transformer::new(root, &transformer_config)
+        })?;
+        let vae = Part::open(&folder.join("vae"), options, |root| {
+            VaeDecoder::new(root, &vae_config)
+        })?;
+        Ok(QwenImage21 {
+            prompts,
+            scheduler,
+            sample_sigmas: index.sample_sigmas,
+            vae_config,
+            text_encoder,
+            transformer,
+            vae,
+            text_plans: PlanCache::new(2),
+            // A condition and its negative have plans of their own within one run.
+            transformer_plans: PlanCache::new(2),
+            vae_plans: PlanCache::new(1),
+        })
+    }
+
+    /// Brings all weights into the memory of `device`.
+    ///
+    /// # Errors
+    /// Memory, files, or a cancelled run.
+    pub fn load(
+        &mut self,
+        device: Device,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<LoadReport> {
+        let mut total = LoadReport::default();
+        let parts = [
+            (&self.text_encoder.checkpoint, &self.text_encoder.params),
+            (&self.transformer.checkpoint, &self.transformer.params),
+            (&self.vae.checkpoint, &self.vae.params),
+        ];
+        for (checkpoint, params) in parts {
+            let report = load(checkpoint, params, device, cancel, progress)?;
+            total.bytes += report.bytes;
+            total.converted += report.converted;
+        }
+        Ok(total)
+    }
+
+    /// Bytes that all weights take in memory.
+    pub fn weight_bytes(&self) -> u64 {
+        let parts = [
+            &self.text_encoder.params,
+            &self.transformer.params,
+            &self.vae.params,
+        ];
+        parts
+            .into_iter()
+            .flatten()
+            .map(|param| param.bytes() as u64)
+            .sum()
+    }
+
+    /// Bytes that the plans built so far hold for what they compute.
+    pub fn compute_bytes(&self) -> u64 {
+        self.text_plans.compute_bytes()
+            + self.transformer_plans.compute_bytes()
+            + self.vae_plans.compute_bytes()
+    }
+
+    /// Pixels along a side of a latent.
+    pub fn scale_factor(&self) -> usize {
+        self.vae_config.scale_factor()
+    }
+
+    /// Channels of a latent.
+    pub fn latent_channels(&self) -> usize {
+        self.vae_config.z_dim
+    }
+
+    /// Steps of the schedule that the model's author fixed, if one is.
+    pub fn fixed_steps(&self) -> Option<usize> {
+        self.sample_sigmas.as_ref().map(Vec::len)
+    }
+
+    /// The noise levels for a picture of `tokens` latent pixels: the author's own if there are any, else `steps` of them.
+    ///
+    /// # Errors
+    /// [`Error::Steps`].
+    pub fn schedule(&self, steps: usize, tokens: usize) -> Result<Schedule> {
+        match &self.sample_sigmas {
+            Some(sigmas) => self.scheduler.schedule_of(sigmas, tokens),
+            None => self.scheduler.schedule(steps, tokens),
+        }
+    }
+
+    /// Encodes a prompt.
+    ///
+    /// # Errors
+    /// [`Error::Prompt`], or the engine's.
+    pub fn encode(
+        &mut self,
+        backend: &mut Backend,
+        prompt: &str,
+        cancel: &Cancel,
+    ) -> Result<Condition> {
+        let tokenized = self.prompts.tokenize(prompt)?;
+        let tokens = tokenized.ids.len();
+        let module = &self.text_encoder.module;
+        let plan = self.text_plans.get_or_build(tokens, backend, |g| {
+            let ids = g.input::<i32>("token_ids", [tokens]);
+            g.output("hidden", module.forward(g, ids));
+        })?;
+        plan.set("token_ids", &tokenized.ids)?;
+        plan.run(backend, cancel)?;
+        let mut hidden = plan.read::<f32>("hidden")?;
+        hidden.drain(..tokenized.system_tokens * module.config().hidden_size);
+        Ok(Condition {
+            prompt: prompt.to_owned(),
+            tokens: tokens - tokenized.system_tokens,
+            token_ids: tokenized.ids,
+            hidden,
+        })
+    }
+
+    /// The velocity `[height * width, channels]` that the transformer predicts for latents of that shape at `timestep`
+    /// (from 0 to 1) under `condition`.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn velocity(
+        &mut self,
+        backend: &mut Backend,
+        condition: &Condition,
+        latents: &[f32],
+        (height, width): (usize, usize),
+        timestep: f32,
+        cancel: &Cancel,
+    ) -> Result<Vec<f32>> {
+        let layout = Layout::text_to_image(condition.tokens, height, width);
+        let module = &self.transformer.module;
+        let plan = self
+            .transformer_plans
+            .get_or_build(layout.clone(), backend, |g| {
+                transformer_graph(g, module, &layout);
+            })?;
+        plan.set("latents", latents)?;
+        plan.set("text", &condition.hidden)?;
+        plan.set(
+            "timestep",
+            [timestep_embedding(timestep), timestep_embedding(0.0)].as_flattened(),
+        )?;
+        plan.run(backend, cancel)?;
+        Ok(plan.read("velocity")?)
+    }
+
+    /// The picture `[channels, height, width]`, values from -1 to 1, of latents `[height * width, z]` of
+    /// `height x width` latent pixels.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn decode(
+        &mut self,
+        backend: &mut Backend,
+        latents: &[f32],
+        (height, width): (usize, usize),
+        cancel: &Cancel,
+    ) -> Result<Vec<f32>> {
+        let channels = self.vae_config.z_dim;
+        let pixels = height * width;
+        let mut z = vec![0.0; latents.len()];
+        for (channel, plane) in z.chunks_exact_mut(pixels).enumerate() {
+            let (mean, std) = (
+                self.vae_config.latents_mean[channel],
+                self.vae_config.latents_std[channel],
+            );
+            for (value, token) in plane.iter_mut().zip(latents.chunks_exact(channels)) {
+                *value = token[channel] * std + mean;
+            }
+        }
+        let module = &self.vae.module;
+        let plan = self.vae_plans.get_or_build((height, width), backend, |g| {
+            let z = g.input::<f32>("z", [1, channels, height, width]);
+            g.output("picture", module.forward(z));
+        })?;
+        plan.set("z", &z)?;
+        plan.run(backend, cancel)?;
+        let mut picture = plan.read::<f32>("picture")?;
+        for value in &mut picture {
+            *value = value.clamp(-1.0, 1.0);
+        }
+        Ok(picture)
+    }
+
+    /// What decoding a `height x width` latent would need.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn estimate_decode(
+        &self,
+        backend: &Backend,
+        (height, width): (usize, usize),
+    ) -> Result<Estimate> {
+        Ok(Estimate::of(backend, |g| {
+            let z = g.input::<f32>("z", [1, self.vae_config.z_dim, height, width]);
+            g.output("picture", self.vae.module.forward(z));
+        })?)
+    }
+}
+
+fn transformer_graph(g: sd_graph::Graph<'_>, module: &Transformer, layout: &Layout) {
+    let config = module.config();
+    let latents = g.input::<f32>("latents", [layout.image_tokens(), config.in_channels]);
+    let text = g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);
+    let timestep = g.input::<f32>("timestep", [2, timestep_embedding(0.0).len()]);
+    g.output(
+        "velocity",
+        module.forward(g, layout, latents, text, timestep),
+    );
+}
+
+/// Refuses parts that are right by themselves but do not fit each other.
+fn check_joints(
+    folder: &Path,
+    text: &qwen3_vl::Config,
+    transformer: &TransformerConfig,
+    vae: &VaeConfig,
+) -> Result<()> {
+    crate::config::check(
+        folder,
+        &[
+            (
+                "the transformer's context_in_dim = the text encoder's hidden_size",
+                transformer.context_in_dim == text.text_config.hidden_size,
+            ),
+            (
+                "the transformer's in_channels = the VAE's z_dim",
+                transformer.in_channels == vae.z_dim,
+            ),
+            (
+                "the transformer's out_channels = in_channels",
+                transformer.out_channels() == transformer.in_channels,
+            ),
+            ("the VAE's out_channels = 4", vae.out_channels == 4),
+            ("the VAE's scale is 16", vae.scale_factor() == 16),
+        ],
+    )
+}
+
+/// `tokenizer.json` of a model: the processor's folder in this family, the tokenizer's in others.
+fn find_tokenizer(folder: &Path) -> Result<PathBuf> {
+    ["processor", "tokenizer"]
+        .iter()
+        .map(|part| folder.join(part).join("tokenizer.json"))
+        .find(|path| path.is_file())
+        .ok_or_else(|| Error::Missing {
+            path: folder.to_owned(),
+            what: "processor/tokenizer.json",
+        })
+}

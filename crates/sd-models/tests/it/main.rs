@@ -1,0 +1,11 @@
+//! Integration tests of `sd-models`: against numbers that diffusers made, and against hostile folders.
+
+mod fixtures;
+mod noise;
+mod prompt;
+mod published;
+mod schedule;
+mod text_encoder;
+mod tiny;
+mod transformer;
+mod vae;

@@ -1,0 +1,103 @@
+//! Models of the published sizes: every name and shape, and a graph that is planned but not run.
+
+use sd_backend::{Backend, BackendOptions, Device};
+use sd_graph::{Checkpoint, Declarations, Estimate, LoadOptions, Scope, StoredType};
+use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, VaeDecoder};
+use sd_models::qwen3_vl::{self, TextModel};
+
+use crate::fixtures::folder;
+
+/// Declares a module against a published table and gives what else was asked of it.
+fn declared<C: serde::de::DeserializeOwned, M>(
+    name: &str,
+    new: impl Fn(&Scope<'_>, &C) -> M,
+) -> (M, Vec<sd_graph::Param>) {
+    let text = std::fs::read_to_string(folder("published").join(name)).unwrap();
+    let table: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let config: C = serde_json::from_value(table["config"].clone()).unwrap();
+    let tensors = table["tensors"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(name, shape)| {
+            let shape = shape
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|n| n.as_u64().unwrap() as usize)
+                .collect();
+            (name.clone(), StoredType::BF16, shape)
+        });
+    let checkpoint = Checkpoint::from_table(name, tensors).unwrap();
+    let declarations = Declarations::new(&checkpoint, LoadOptions::default());
+    let module = new(&declarations.root(), &config);
+    (
+        module,
+        declarations
+            .finish()
+            .unwrap_or_else(|mismatch| panic!("{mismatch}")),
+    )
+}
+
+#[test]
+fn the_transformer_plans_a_picture_of_1024() {
+    let (transformer, params) = declared("qwenimage21_transformer.json", Transformer::new);
+    assert_eq!(params.len(), 297);
+    let elements: usize = params.iter().map(|param| param.shape().elements()).sum();
+    assert_eq!(elements, 7_115_124_736);
+
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
+    let config: &TransformerConfig = transformer.config();
+    let layout = Layout::text_to_image(64, 64, 64);
+    let estimate = Estimate::of(&backend, |g| {
+        let latents = g.input::<f32>("latents", [layout.image_tokens(), config.in_channels]);
+        let text = g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);
+        let velocity = transformer.forward(
+            g,
+            &layout,
+            latents,
+            text,
+            g.input::<f32>("timestep", [2, 256]),
+        );
+        assert_eq!(velocity.shape().dims(), [4096, 64]);
+        g.output("velocity", velocity);
+    })
+    .unwrap();
+    // Two bytes a parameter, four for the few that are vectors.
+    assert!(
+        (14_230_249_472..14_240_000_000).contains(&estimate.weight_bytes),
+        "{estimate:?}"
+    );
+    assert!(estimate.nodes > 32 * 20, "{estimate:?}");
+    assert!(estimate.compute_bytes < 3 << 30, "{estimate:?}");
+}
+
+#[test]
+fn the_decoder_plans_a_picture_of_1024() {
+    let (decoder, params) = declared("qwenimage21_vae.json", VaeDecoder::new);
+    assert!(params.len() < 238);
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
+    let estimate = Estimate::of(&backend, |g| {
+        let picture = decoder.forward(g.input::<f32>("z", [1, 64, 64, 64]));
+        assert_eq!(picture.shape().dims(), [1, 4, 1024, 1024]);
+        g.output("picture", picture);
+    })
+    .unwrap();
+    assert!(estimate.compute_bytes < 8 << 30, "{estimate:?}");
+}
+
+#[test]
+fn the_text_encoder_plans_a_prompt() {
+    let (text_model, params) = declared("qwen3vl_8b.json", |root, config: &qwen3_vl::Config| {
+        TextModel::new(root, &config.text_config)
+    });
+    assert_eq!(params.len(), 1 + 36 * 11);
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
+    let estimate = Estimate::of(&backend, |g| {
+        let hidden = text_model.forward(g, g.input::<i32>("ids", [512]));
+        assert_eq!(hidden.shape().dims(), [512, 4096]);
+        g.output("hidden", hidden);
+    })
+    .unwrap();
+    assert!(estimate.compute_bytes < 1 << 30, "{estimate:?}");
+}

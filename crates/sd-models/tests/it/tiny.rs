@@ -1,0 +1,169 @@
+//! The trained tiny checkpoint against runs that diffusers recorded.
+
+use sd_backend::{Backend, BackendOptions, DType, Device};
+use sd_graph::{Cancel, LoadOptions, Progress};
+use sd_models::qwen_image_2_1::QwenImage21;
+use sd_models::{Pipeline, Request};
+
+use crate::fixtures::{Array, Case, folder, psnr, relative_l2, tiny};
+
+/// Facts of a recorded run that are not arrays.
+fn manifest(case: &str) -> serde_json::Value {
+    let path = folder("tiny-qwen-image-2.1-reference").join("manifest.json");
+    let manifest: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    manifest["cases"][case].clone()
+}
+
+fn recorded(case: &str) -> Case {
+    Case::read(&folder("tiny-qwen-image-2.1-reference").join(format!("{case}.safetensors")))
+}
+
+fn step(array: &Array, step: usize) -> &[f32] {
+    let len = array.shape[1..].iter().product::<usize>();
+    &array.f32[step * len..(step + 1) * len]
+}
+
+/// Relative error of single precision over seven blocks and twenty steps. The issue asks for 1e-3; the reference
+/// repeated on another build differs by 6.5e-6, this engine by about 1e-5.
+const TOLERANCE: f64 = 1e-4;
+
+#[test]
+fn recorded_runs_are_repeated_step_by_step() {
+    for name in ["t2i_128_cfg_uncached", "t2i_160x96"] {
+        let (facts, case) = (manifest(name), recorded(name));
+        let number = |key: &str| facts[key].as_u64().unwrap() as usize;
+        let (width, height, steps) = (number("width"), number("height"), number("steps"));
+        let guidance = facts["guidance"].as_f64().unwrap() as f32;
+        let size = (height / 16, width / 16);
+
+        let mut model =
+            QwenImage21::open(&tiny(), &LoadOptions::default().convert_to(DType::F32)).unwrap();
+        let device = Device::cpu().unwrap();
+        let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
+        let cancel = Cancel::new();
+        model.load(device, &cancel, &mut |_: &Progress| {}).unwrap();
+
+        let condition = model
+            .encode(&mut backend, facts["prompt"].as_str().unwrap(), &cancel)
+            .unwrap();
+        assert_eq!(condition.token_ids(), case.get("input_ids").i32, "{name}");
+        let embeds = relative_l2(condition.hidden_states(), &case.get("prompt_embeds").f32);
+        println!("{name}: prompt embeddings {embeds:e}");
+        assert!(embeds <= TOLERANCE, "{name}: prompt embeddings {embeds:e}");
+        let negative = (guidance > 1.0).then(|| {
+            let negative = model.encode(&mut backend, " ", &cancel).unwrap();
+            assert_eq!(
+                negative.token_ids(),
+                case.get("negative_input_ids").i32,
+                "{name}"
+            );
+            let embeds = relative_l2(
+                negative.hidden_states(),
+                &case.get("negative_prompt_embeds").f32,
+            );
+            assert!(
+                embeds <= TOLERANCE,
+                "{name}: negative embeddings {embeds:e}"
+            );
+            negative
+        });
+
+        let schedule = model.schedule(steps, size.0 * size.1).unwrap();
+        assert!(relative_l2(schedule.sigmas(), &case.get("sigmas").f32) <= 1e-6);
+        let mut latents = case.get("initial_latents").f32.clone();
+        for index in 0..steps {
+            let timestep = schedule.timestep(index) / 1000.0;
+            let mut call = |condition| {
+                model
+                    .velocity(&mut backend, condition, &latents, size, timestep, &cancel)
+                    .unwrap()
+            };
+            let mut velocity = call(&condition);
+            let error = relative_l2(&velocity, step(case.get("cond"), index));
+            assert!(
+                error <= TOLERANCE,
+                "{name} step {index}: model output {error:e}"
+            );
+            if let Some(negative) = &negative {
+                let unconditional = call(negative);
+                let error = relative_l2(&unconditional, step(case.get("uncond"), index));
+                assert!(
+                    error <= TOLERANCE,
+                    "{name} step {index}: negative model output {error:e}"
+                );
+                for (velocity, unconditional) in velocity.iter_mut().zip(unconditional) {
+                    *velocity = unconditional + guidance * (*velocity - unconditional);
+                }
+            }
+            schedule.euler_step(index, &mut latents, &velocity);
+            let error = relative_l2(&latents, step(case.get("latents"), index));
+            println!("{name} step {index}: latents {error:e}");
+            assert!(error <= TOLERANCE, "{name} step {index}: latents {error:e}");
+        }
+
+        let picture = model.decode(&mut backend, &latents, size, &cancel).unwrap();
+        let quality = psnr(&picture, &case.get("image").f32);
+        println!("{name}: picture {quality:.1} dB");
+        assert!(quality >= 55.0, "{name}: {quality:.1} dB");
+    }
+}
+
+#[test]
+fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
+    for name in ["t2i_128_cfg_uncached", "t2i_160x96"] {
+        let (facts, case) = (manifest(name), recorded(name));
+        let number = |key: &str| facts[key].as_u64().unwrap() as usize;
+        // At least 55 dB in single precision; 35 dB with the file's own half precision, which every product rounds to.
+        for (convert, least) in [(Some(DType::F32), 55.0), (None, 35.0)] {
+            for device in Device::all() {
+                let builder = Pipeline::open(tiny())
+                    .unwrap()
+                    .device(&device.name())
+                    .threads(2);
+                let builder = match convert {
+                    Some(dtype) => builder.convert_to(dtype),
+                    None => builder,
+                };
+                let mut pipeline = builder.load().unwrap();
+                let condition = pipeline.encode(facts["prompt"].as_str().unwrap()).unwrap();
+                let request = Request::new(&condition)
+                    .size(number("width"), number("height"))
+                    .steps(number("steps"))
+                    .guidance(facts["guidance"].as_f64().unwrap() as f32)
+                    .seed(number("seed") as u64);
+                let (image, report) = pipeline.generate(&request, &mut |_: &Progress| {}).unwrap();
+                assert_eq!(
+                    (report.width, report.height),
+                    (number("width"), number("height"))
+                );
+
+                let should = sd_models::Image::from_planes(
+                    &case.get("image").f32,
+                    report.width,
+                    report.height,
+                )
+                .unwrap();
+                let level = |image: &sd_models::Image| -> Vec<f32> {
+                    image
+                        .pixels()
+                        .as_raw()
+                        .iter()
+                        .map(|&byte| f32::from(byte) / 127.5 - 1.0)
+                        .collect()
+                };
+                let quality = psnr(&level(&image), &level(&should));
+                println!("{name} with {convert:?} on {device}: {quality:.1} dB");
+                let least = if device.kind() == sd_backend::DeviceKind::Cpu {
+                    least
+                } else {
+                    30.0
+                };
+                assert!(
+                    quality >= least,
+                    "{name} with {convert:?} on {device}: {quality:.1} dB"
+                );
+            }
+        }
+    }
+}
