@@ -1,0 +1,67 @@
+"""Names and shapes of the published sizes, from the classes themselves on the meta device: no weights are needed."""
+
+import common  # noqa: F401  (the environment)
+
+import json
+
+import torch
+from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from qwen3vl_text_encoder import plain
+
+QWEN3_VL_8B = dict(
+    text_config=dict(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        rope_parameters=dict(
+            rope_type="default", rope_theta=5000000.0, mrope_section=[24, 20, 20], mrope_interleaved=True
+        ),
+    ),
+    vision_config=dict(
+        depth=27,
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_heads=16,
+        out_hidden_size=4096,
+        deepstack_visual_indexes=[8, 16, 24],
+    ),
+    tie_word_embeddings=False,
+)
+
+
+def write(out, name, model, config):
+    config = {"_class_name": type(model).__name__} | config
+    tensors = {k: list(v.shape) for k, v in model.state_dict().items()}
+    lines = ",\n".join(f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in tensors.items())
+    path = out / "published" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    path.write_text(f'{{"config":{config},\n"tensors":{{\n{lines}}}}}\n')
+    return len(tensors), sum(v.numel() for v in model.state_dict().values())
+
+
+def main(out):
+    with torch.device("meta"):
+        models = {
+            "qwenimage21_transformer": QwenImage21Transformer2DModel(),
+            "qwenimage21_vae": AutoencoderKLQwenImage21(),
+        }
+        text = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_8B))
+    counts = {}
+    for name, model in models.items():
+        config = {k: v for k, v in model.config.items() if not k.startswith("_")}
+        counts[name] = write(out, name, model, config)
+    counts["qwen3vl_8b"] = write(out, "qwen3vl_8b", text, plain(text.config.to_dict()))
+    assert counts == {
+        "qwenimage21_transformer": (297, 7_115_124_736),
+        "qwenimage21_vae": (238, 337_740_404),
+        "qwen3vl_8b": (750, 8_767_123_696),
+    }, counts
