@@ -53,7 +53,9 @@ impl Backend {
     /// # Errors
     /// [`Error::DeviceStart`] if the driver refuses.
     pub fn new(device: Device, options: &BackendOptions) -> Result<Backend> {
-        let failed = || Error::DeviceStart { device: device.name() };
+        let failed = || Error::DeviceStart {
+            device: device.name(),
+        };
         // SAFETY: the device lives for ever and null parameters mean its defaults.
         let raw = unsafe { sys::ggml_backend_dev_init(device.as_ptr(), std::ptr::null()) };
         let raw = Raw(NonNull::new(raw).ok_or_else(failed)?);
@@ -63,7 +65,9 @@ impl Backend {
         if device.kind() == DeviceKind::Cpu {
             count = options
                 .threads
-                .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
+                .unwrap_or_else(|| {
+                    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+                })
                 .clamp(1, sys::GGML_MAX_N_THREADS as usize);
             let pool = Threads::new(count).ok_or_else(failed)?;
             // SAFETY: the backend is the processor's; the pool is kept beside it and freed after it.
@@ -73,7 +77,12 @@ impl Backend {
             }
             threads = Some(pool);
         }
-        Ok(Backend { raw, _threads: threads, device, threads: count })
+        Ok(Backend {
+            raw,
+            _threads: threads,
+            device,
+            threads: count,
+        })
     }
 
     /// The device this works on.
@@ -103,25 +112,42 @@ impl Backend {
     ///
     /// # Safety
     /// Every tensor of `graph` is live, allocated in memory that this backend's device can use, and supported.
-    pub unsafe fn compute(&mut self, graph: *mut sys::ggml_cgraph, cancel: Option<&AtomicBool>) -> Result<()> {
+    pub unsafe fn compute(
+        &mut self,
+        graph: *mut sys::ggml_cgraph,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<()> {
         let on_cpu = self.device.kind() == DeviceKind::Cpu;
         if on_cpu {
-            let data = cancel.map_or(std::ptr::null_mut(), |flag| std::ptr::from_ref(flag).cast_mut().cast::<c_void>());
+            let data = cancel.map_or(std::ptr::null_mut(), |flag| {
+                std::ptr::from_ref(flag).cast_mut().cast::<c_void>()
+            });
             let callback: sys::ggml_abort_callback = cancel.map(|_| is_cancelled as _);
             // SAFETY: the flag is borrowed for this whole call, and the callback is taken back below.
-            unsafe { sys::ggml_backend_cpu_set_abort_callback(self.raw.0.as_ptr(), callback, data) };
+            unsafe {
+                sys::ggml_backend_cpu_set_abort_callback(self.raw.0.as_ptr(), callback, data)
+            };
         }
         // SAFETY: the graph is as the caller promises.
         let status = unsafe { sys::ggml_backend_graph_compute(self.raw.0.as_ptr(), graph) };
         if on_cpu {
             // SAFETY: none and null are how ggml says "no callback".
-            unsafe { sys::ggml_backend_cpu_set_abort_callback(self.raw.0.as_ptr(), None, std::ptr::null_mut()) };
+            unsafe {
+                sys::ggml_backend_cpu_set_abort_callback(
+                    self.raw.0.as_ptr(),
+                    None,
+                    std::ptr::null_mut(),
+                )
+            };
         }
         match status {
             sys::GGML_STATUS_SUCCESS => Ok(()),
             sys::GGML_STATUS_ABORTED => Err(Error::Cancelled),
             sys::GGML_STATUS_ALLOC_FAILED => Err(self.device.out_of_memory(0)),
-            _ => Err(Error::Compute { device: self.device.name(), reason: "the graph failed" }),
+            _ => Err(Error::Compute {
+                device: self.device.name(),
+                reason: "the graph failed",
+            }),
         }
     }
 
@@ -171,7 +197,8 @@ mod tests {
     fn every_device_starts_and_stops() {
         for device in Device::all() {
             for _ in 0..3 {
-                let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
+                let mut backend =
+                    Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
                 backend.synchronize();
                 assert_eq!(backend.device(), device);
             }
@@ -180,7 +207,11 @@ mod tests {
 
     #[test]
     fn a_thread_count_of_zero_means_one() {
-        let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default().threads(0)).unwrap();
+        let backend = Backend::new(
+            Device::cpu().unwrap(),
+            &BackendOptions::default().threads(0),
+        )
+        .unwrap();
         assert_eq!(backend.threads(), 1);
     }
 }

@@ -48,7 +48,12 @@ impl Buffer {
         let raw = NonNull::new(raw).ok_or_else(|| out_of_memory(device, bytes as u64, free))?;
         if usage == BufferUsage::Weights {
             // SAFETY: `raw` was just returned as a live buffer.
-            unsafe { sys::ggml_backend_buffer_set_usage(raw.as_ptr(), sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS) };
+            unsafe {
+                sys::ggml_backend_buffer_set_usage(
+                    raw.as_ptr(),
+                    sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS,
+                )
+            };
         }
         Ok(Buffer { raw, device })
     }
@@ -72,7 +77,10 @@ impl Buffer {
     /// Alignment in bytes that tensors in this kind of buffer need: a power of two.
     pub fn alignment(device: Device) -> usize {
         // SAFETY: the device lives for ever and so does its buffer type.
-        unsafe { sys::ggml_backend_buft_get_alignment(sys::ggml_backend_dev_buffer_type(device.as_ptr())) }.max(1)
+        unsafe {
+            sys::ggml_backend_buft_get_alignment(sys::ggml_backend_dev_buffer_type(device.as_ptr()))
+        }
+        .max(1)
     }
 
     /// The handle for calls into `sd_ggml_sys`; valid as long as `self`.
@@ -112,7 +120,11 @@ fn check_free(device: Device, bytes: u64) -> Result<Option<u64>> {
 }
 
 fn out_of_memory(device: Device, requested: u64, free: Option<u64>) -> Error {
-    Error::OutOfMemory { device: device.name(), requested, free }
+    Error::OutOfMemory {
+        device: device.name(),
+        requested,
+        free,
+    }
 }
 
 #[cfg(test)]
@@ -131,7 +143,11 @@ mod tests {
     #[test]
     fn too_much_is_an_error_with_the_numbers() {
         let cpu = Device::cpu().unwrap();
-        let Err(Error::OutOfMemory { device, requested, free }) = Buffer::allocate(cpu, 1 << 60, BufferUsage::Compute)
+        let Err(Error::OutOfMemory {
+            device,
+            requested,
+            free,
+        }) = Buffer::allocate(cpu, 1 << 60, BufferUsage::Compute)
         else {
             panic!()
         };

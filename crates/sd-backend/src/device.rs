@@ -85,7 +85,9 @@ impl Device {
     /// # Errors
     /// [`Error::DeviceNotFound`] or [`Error::AmbiguousDevice`], both listing names.
     pub fn select(wanted: &str) -> Result<Device> {
-        choose(&Device::all(), wanted, |device| (device.name(), device.backend_name(), device.kind()))
+        choose(&Device::all(), wanted, |device| {
+            (device.name(), device.backend_name(), device.kind())
+        })
     }
 
     /// Short unique name: `CPU`, `CUDA0`, `Vulkan1`.
@@ -97,7 +99,9 @@ impl Device {
     /// The hardware's own name.
     pub fn description(self) -> String {
         // SAFETY: as for `name`.
-        unsafe { text(sys::ggml_backend_dev_description(self.raw.as_ptr())) }.trim().to_owned()
+        unsafe { text(sys::ggml_backend_dev_description(self.raw.as_ptr())) }
+            .trim()
+            .to_owned()
     }
 
     /// Name of the backend that drives it: `CPU`, `CUDA`, `Metal`, `Vulkan`.
@@ -105,7 +109,11 @@ impl Device {
         // SAFETY: every registered device points to its registry, which lives as long.
         unsafe {
             let registry = sys::ggml_backend_dev_backend_reg(self.raw.as_ptr());
-            if registry.is_null() { String::new() } else { text(sys::ggml_backend_reg_name(registry)) }
+            if registry.is_null() {
+                String::new()
+            } else {
+                text(sys::ggml_backend_reg_name(registry))
+            }
         }
     }
 
@@ -131,7 +139,10 @@ impl Device {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both pointers lead to live variables; the device lives for ever.
         unsafe { sys::ggml_backend_dev_memory(self.raw.as_ptr(), &mut free, &mut total) };
-        let memory = Memory { free: free as u64, total: total as u64 };
+        let memory = Memory {
+            free: free as u64,
+            total: total as u64,
+        };
         (memory.total > 0 && memory.free <= memory.total).then_some(memory)
     }
 
@@ -174,41 +185,73 @@ unsafe fn text(raw: *const c_char) -> String {
         return String::new();
     }
     // SAFETY: not null, and zero-terminated as the caller promises.
-    unsafe { CStr::from_ptr(raw) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(raw) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// The rules of [`Device::select`], apart from ggml so that they can be tested with devices that are not there.
-fn choose<D: Copy>(all: &[D], wanted: &str, describe: impl Fn(D) -> (String, String, DeviceKind)) -> Result<D> {
-    let described: Vec<_> = all.iter().map(|&device| (device, describe(device))).collect();
-    let first = |kind| described.iter().find(|(_, (_, _, k))| *k == kind).map(|(device, _)| *device);
+fn choose<D: Copy>(
+    all: &[D],
+    wanted: &str,
+    describe: impl Fn(D) -> (String, String, DeviceKind),
+) -> Result<D> {
+    let described: Vec<_> = all
+        .iter()
+        .map(|&device| (device, describe(device)))
+        .collect();
+    let first = |kind| {
+        described
+            .iter()
+            .find(|(_, (_, _, k))| *k == kind)
+            .map(|(device, _)| *device)
+    };
     let graphics = || first(DeviceKind::Gpu).or_else(|| first(DeviceKind::IntegratedGpu));
     let not_found = || Error::DeviceNotFound {
         wanted: wanted.to_owned(),
-        available: described.iter().map(|(_, (name, _, _))| name.clone()).collect(),
+        available: described
+            .iter()
+            .map(|(_, (name, _, _))| name.clone())
+            .collect(),
     };
 
     let lower = wanted.trim().to_lowercase();
     match lower.as_str() {
         "" => return Err(not_found()),
-        "auto" => return graphics().or_else(|| first(DeviceKind::Cpu)).ok_or_else(not_found),
+        "auto" => {
+            return graphics()
+                .or_else(|| first(DeviceKind::Cpu))
+                .ok_or_else(not_found);
+        }
         "gpu" => return graphics().ok_or_else(not_found),
         "cpu" => return first(DeviceKind::Cpu).ok_or_else(not_found),
         _ => {}
     }
-    if let Some((device, _)) = described.iter().find(|(_, (name, _, _))| name.to_lowercase() == lower) {
+    if let Some((device, _)) = described
+        .iter()
+        .find(|(_, (name, _, _))| name.to_lowercase() == lower)
+    {
         return Ok(*device);
     }
-    if let Some((device, _)) = described.iter().find(|(_, (_, backend, _))| backend.to_lowercase() == lower) {
+    if let Some((device, _)) = described
+        .iter()
+        .find(|(_, (_, backend, _))| backend.to_lowercase() == lower)
+    {
         return Ok(*device);
     }
-    let fitting: Vec<_> =
-        described.iter().filter(|(_, (name, _, _))| name.to_lowercase().starts_with(&lower)).collect();
+    let fitting: Vec<_> = described
+        .iter()
+        .filter(|(_, (name, _, _))| name.to_lowercase().starts_with(&lower))
+        .collect();
     match fitting.as_slice() {
         [] => Err(not_found()),
         [(device, _)] => Ok(*device),
         several => Err(Error::AmbiguousDevice {
             wanted: wanted.to_owned(),
-            candidates: several.iter().map(|(_, (name, _, _))| name.clone()).collect(),
+            candidates: several
+                .iter()
+                .map(|(_, (name, _, _))| name.clone())
+                .collect(),
         }),
     }
 }
@@ -221,7 +264,10 @@ fn host_memory() -> Option<Memory> {
         total = total.min(limits.total_memory);
         free = free.min(limits.free_memory);
     }
-    (total > 0).then_some(Memory { free: free.min(total), total })
+    (total > 0).then_some(Memory {
+        free: free.min(total),
+        total,
+    })
 }
 
 #[cfg(test)]
@@ -231,7 +277,10 @@ mod tests {
     type Fake = (&'static str, &'static str, DeviceKind);
 
     fn pick(all: &[Fake], wanted: &str) -> Result<&'static str> {
-        choose(all, wanted, |(name, backend, kind)| (name.to_owned(), backend.to_owned(), kind)).map(|(name, _, _)| name)
+        choose(all, wanted, |(name, backend, kind)| {
+            (name.to_owned(), backend.to_owned(), kind)
+        })
+        .map(|(name, _, _)| name)
     }
 
     const MACHINE: &[Fake] = &[
@@ -261,11 +310,21 @@ mod tests {
 
     #[test]
     fn what_fits_nothing_or_several_lists_names() {
-        let Err(Error::DeviceNotFound { available, .. }) = pick(MACHINE, "metal") else { panic!() };
+        let Err(Error::DeviceNotFound { available, .. }) = pick(MACHINE, "metal") else {
+            panic!()
+        };
         assert_eq!(available, ["Vulkan0", "CUDA0", "CUDA1", "CPU"]);
-        assert!(matches!(pick(MACHINE, ""), Err(Error::DeviceNotFound { .. })));
-        assert!(matches!(pick(&MACHINE[3..], "gpu"), Err(Error::DeviceNotFound { .. })));
-        let Err(Error::AmbiguousDevice { candidates, .. }) = pick(MACHINE, "cud") else { panic!() };
+        assert!(matches!(
+            pick(MACHINE, ""),
+            Err(Error::DeviceNotFound { .. })
+        ));
+        assert!(matches!(
+            pick(&MACHINE[3..], "gpu"),
+            Err(Error::DeviceNotFound { .. })
+        ));
+        let Err(Error::AmbiguousDevice { candidates, .. }) = pick(MACHINE, "cud") else {
+            panic!()
+        };
         assert_eq!(candidates, ["CUDA0", "CUDA1"]);
     }
 

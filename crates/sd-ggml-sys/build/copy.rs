@@ -52,7 +52,8 @@ fn remove_others(root: &Path, folder: &Path, wanted: &BTreeSet<PathBuf>) -> Resu
         if entry.path().is_dir() {
             remove_others(root, &relative, wanted)?;
         } else if !wanted.contains(&relative) {
-            fs::remove_file(entry.path()).map_err(|error| Failure::io("remove", &entry.path(), &error))?;
+            fs::remove_file(entry.path())
+                .map_err(|error| Failure::io("remove", &entry.path(), &error))?;
         }
     }
     Ok(())

@@ -17,9 +17,12 @@ pub(crate) struct Patch {
 impl Patch {
     /// The file's content with this patch applied.
     pub(crate) fn apply(&self, content: &[u8]) -> Result<Vec<u8>> {
-        let text = std::str::from_utf8(content).map_err(|_| self.misfit("that file is not text"))?;
-        let patch = diffy::Patch::from_str(&self.diff).map_err(|error| self.misfit(&error.to_string()))?;
-        let patched = diffy::apply(text, &patch).map_err(|error| self.misfit(&error.to_string()))?;
+        let text =
+            std::str::from_utf8(content).map_err(|_| self.misfit("that file is not text"))?;
+        let patch =
+            diffy::Patch::from_str(&self.diff).map_err(|error| self.misfit(&error.to_string()))?;
+        let patched =
+            diffy::apply(text, &patch).map_err(|error| self.misfit(&error.to_string()))?;
         Ok(patched.into_bytes())
     }
 
@@ -36,7 +39,10 @@ impl Patch {
 pub(crate) fn read(folder: &Path) -> Result<Vec<Patch>> {
     let entries = fs::read_dir(folder).map_err(|error| Failure::io("list", folder, &error))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "patch"));
+    paths.retain(|path| {
+        path.extension()
+            .is_some_and(|extension| extension == "patch")
+    });
     paths.sort();
     let mut patches = Vec::new();
     for path in &paths {
@@ -47,20 +53,30 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Patch>> {
 
 /// Splits a patch file at its `--- a/...` lines; what stands before the first one is the reason, for people.
 fn parse(path: &Path) -> Result<Vec<Patch>> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = path
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     let text = fs::read_to_string(path).map_err(|error| Failure::io("read", path, &error))?;
     let mut patches: Vec<Patch> = Vec::new();
     for line in text.split_inclusive('\n') {
         if let Some(file) = line.strip_prefix("--- a/") {
             let file = PathBuf::from(file.trim_end());
-            patches.push(Patch { name: name.clone(), file, diff: String::new() });
+            patches.push(Patch {
+                name: name.clone(),
+                file,
+                diff: String::new(),
+            });
         }
         if let Some(patch) = patches.last_mut() {
             patch.diff.push_str(line);
         }
     }
     if patches.is_empty() {
-        return Err(Failure::new(format!("the patch {name} has no line that begins with `--- a/`")));
+        return Err(Failure::new(format!(
+            "the patch {name} has no line that begins with `--- a/`"
+        )));
     }
     Ok(patches)
 }

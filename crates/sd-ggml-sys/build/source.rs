@@ -1,16 +1,16 @@
-//! Where ggml's source comes from.
+//! Where ggml's source comes from, and which files of it are used.
 //!
-//! In the repository a stub package (`vendor/ggml-source`) pins one package that carries ggml's tree; cargo fetches it,
-//! checks its checksum and says where it lies. A published crate cannot reach outside itself, so there the tree is
-//! shipped in `vendor/ggml`.
+//! In the repository a stub package (`vendor/ggml-source`) pins one package that carries ggml's tree: cargo fetches it,
+//! checks it against the checksum in the stub's lock file, and says where it lies. A published crate cannot reach
+//! outside itself, so there the tree is shipped inside it.
 //!
-//! This file is also compiled into `xtask`, which copies the tree for a release and generates the bindings from it.
+//! `xtask` compiles this file too: it copies the tree for a release and generates the bindings from it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::failure::{Failure, Result};
+use super::failure::{Failure, Result};
 
 /// The package that carries ggml's tree, and where in it the tree lies.
 const CARRIER: &str = "llama-cpp-sys-2";
@@ -33,61 +33,97 @@ const FOLDERS: [&str; 8] = [
 /// `--offline` comes first, so a machine that fetched once never touches the network again.
 pub(crate) fn from_stub(cargo: &Path, stub: &Path) -> Result<PathBuf> {
     let manifest = stub.join("Cargo.toml");
-    let offline = metadata(cargo, &manifest, true);
-    let json = match offline {
+    let json = match metadata(cargo, &manifest, true) {
         Ok(json) => json,
         Err(_) => metadata(cargo, &manifest, false).map_err(|error| {
             Failure::new(format!(
-                "ggml's source could not be fetched (run `cargo fetch --locked --manifest-path {}` while online): {error}",
+                "ggml's source is not fetched yet and cannot be fetched now; run `cargo fetch --locked --manifest-path \
+                 {}` while online ({error})",
                 manifest.display()
             ))
         })?,
     };
-    let root = carrier_folder(&json)?.join(TREE_IN_CARRIER);
-    if root.join("include/ggml.h").is_file() {
+    let json = String::from_utf8_lossy(&json);
+    let folder = carrier_folder(&json)
+        .ok_or_else(|| Failure::new(format!("`cargo metadata` does not say where {CARRIER} is")))?;
+    let root = folder.join(TREE_IN_CARRIER);
+    if is_tree(&root) {
         Ok(root)
     } else {
-        Err(Failure::new(format!("{CARRIER} no longer carries ggml at {}", root.display())))
+        Err(Failure::new(format!(
+            "{CARRIER} carries no ggml at {}",
+            root.display()
+        )))
     }
+}
+
+/// Whether a folder looks like ggml's tree.
+pub(crate) fn is_tree(root: &Path) -> bool {
+    root.join("include/ggml.h").is_file() && root.join("CMakeLists.txt").is_file()
 }
 
 fn metadata(cargo: &Path, manifest: &Path, offline: bool) -> Result<Vec<u8>> {
     let mut command = Command::new(cargo);
-    command.args(["metadata", "--format-version=1", "--locked", "--manifest-path"]).arg(manifest);
+    command
+        .args([
+            "metadata",
+            "--format-version=1",
+            "--locked",
+            "--manifest-path",
+        ])
+        .arg(manifest);
     if offline {
         command.arg("--offline");
     }
     // The outer cargo's wrappers and job server are meant for the outer build only.
     for variable in [
-        "RUSTC_WRAPPER",
-        "RUSTC_WORKSPACE_WRAPPER",
         "CARGO_ENCODED_RUSTFLAGS",
-        "CARGO_TARGET_DIR",
         "CARGO_MAKEFLAGS",
+        "CARGO_TARGET_DIR",
         "MAKEFLAGS",
+        "RUSTC_WORKSPACE_WRAPPER",
+        "RUSTC_WRAPPER",
     ] {
         command.env_remove(variable);
     }
-    let output = command.output().map_err(|error| Failure::io("run", cargo, &error))?;
+    let output = command
+        .output()
+        .map_err(|error| Failure::io("run", cargo, &error))?;
     if output.status.success() {
         return Ok(output.stdout);
     }
     let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find(|line| line.contains("error")).unwrap_or("cargo metadata failed");
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("error"))
+        .unwrap_or("cargo metadata failed");
     Err(Failure::new(line.trim()))
 }
 
-fn carrier_folder(json: &[u8]) -> Result<PathBuf> {
-    let unreadable = || Failure::new("cargo metadata gave an answer that names no source package");
-    let metadata: serde_json::Value = serde_json::from_slice(json).map_err(|_| unreadable())?;
-    let manifest = metadata["packages"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .find(|package| package["name"] == CARRIER)
-        .and_then(|package| package["manifest_path"].as_str())
-        .ok_or_else(unreadable)?;
-    Path::new(manifest).parent().map(Path::to_path_buf).ok_or_else(unreadable)
+/// The folder of [`CARRIER`] in the answer of `cargo metadata`.
+///
+/// Two fields of one object are wanted, so this looks for them in place of reading the document: a JSON library here
+/// would be compiled by everybody who builds this crate. Cargo writes a package as `{"name":...,"version":...,` and its
+/// `manifest_path` later in the same object; a mere dependency has no version after its name.
+fn carrier_folder(json: &str) -> Option<PathBuf> {
+    let package = json
+        .split_once(&format!("{{\"name\":\"{CARRIER}\",\"version\":"))?
+        .1;
+    let text = package.split_once("\"manifest_path\":\"")?.1;
+    let mut manifest = String::new();
+    let mut characters = text.chars();
+    loop {
+        match characters.next()? {
+            '"' => break,
+            '\\' => match characters.next()? {
+                escaped @ ('"' | '\\' | '/') => manifest.push(escaped),
+                // Control characters: not in a path that a build survives.
+                _ => return None,
+            },
+            character => manifest.push(character),
+        }
+    }
+    Path::new(&manifest).parent().map(Path::to_path_buf)
 }
 
 /// All files of the tree that this crate uses, relative to its root, sorted.
@@ -106,7 +142,9 @@ fn list(root: &Path, folder: &Path, deep: bool, found: &mut Vec<PathBuf>) -> Res
     let entries = fs::read_dir(&path).map_err(|error| Failure::io("list", &path, &error))?;
     for entry in entries {
         let entry = entry.map_err(|error| Failure::io("list", &path, &error))?;
-        let kind = entry.file_type().map_err(|error| Failure::io("look at", &entry.path(), &error))?;
+        let kind = entry
+            .file_type()
+            .map_err(|error| Failure::io("look at", &entry.path(), &error))?;
         let relative = folder.join(entry.file_name());
         if kind.is_file() {
             found.push(relative);

@@ -236,7 +236,7 @@ impl Lowering<'_> {
     /// # Safety
     /// As for `operation`; `x` is contiguous.
     unsafe fn gelu_tanh(&self, x: RawTensor) -> *mut sys::ggml_tensor {
-        const SLOPE: f32 = 1.595_769_1;
+        const SLOPE: f32 = 1.595_769_2;
         let (ctx, x) = (self.arena.as_ptr(), x.as_ptr());
         // SAFETY: all operands have the shape of `x` and are contiguous; the rest is the caller's promise.
         unsafe {

@@ -97,7 +97,7 @@ impl Shape {
     }
 
     /// The size `index` places from the inside; 1 beyond the outermost.
-    fn from_inside(&self, index: usize) -> usize {
+    fn inner_size(&self, index: usize) -> usize {
         if index < self.rank() {
             self.dims[self.rank() - 1 - index]
         } else {
@@ -129,7 +129,7 @@ pub fn broadcast(a: Shape, b: Shape) -> Rule {
         return Err("the second operand has more dimensions than the first".into());
     }
     for index in 0..b.rank() {
-        let (have, want) = (b.from_inside(index), a.from_inside(index));
+        let (have, want) = (b.inner_size(index), a.inner_size(index));
         if have != want && have != 1 {
             return Err(
                 format!("the second operand cannot be repeated from {have} to {want}").into(),
@@ -154,7 +154,7 @@ pub fn matmul_transposed(x: Shape, w: Shape) -> Rule {
     }
     let rank = x.rank().max(w.rank());
     for index in 2..rank {
-        if !x.from_inside(index).is_multiple_of(w.from_inside(index)) {
+        if !x.inner_size(index).is_multiple_of(w.inner_size(index)) {
             return Err(
                 "outer dimensions of the second factor do not divide those of the first".into(),
             );
@@ -163,8 +163,8 @@ pub fn matmul_transposed(x: Shape, w: Shape) -> Rule {
     let mut dims = [1; MAX_RANK];
     for (index, dim) in dims[..rank].iter_mut().rev().enumerate() {
         *dim = match index {
-            0 => w.from_inside(1),
-            _ => x.from_inside(index),
+            0 => w.inner_size(1),
+            _ => x.inner_size(index),
         };
     }
     Shape::new(&dims[..rank])
