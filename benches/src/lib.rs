@@ -1,1 +1,1 @@
-//! Placeholder until the first commit.
+//! Benchmarks of the workspace: `cargo bench -p sd-benches`. They measure and judge nothing; see `benches/`.

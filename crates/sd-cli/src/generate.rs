@@ -46,6 +46,9 @@ struct Bytes {
     weights: u64,
     compute: u64,
     file: u64,
+    /// Most bytes of this process in memory at once, where the system tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_resident: Option<u64>,
 }
 
 pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
@@ -125,6 +128,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
             weights: made.weight_bytes,
             compute: made.compute_bytes,
             file: file_size(&arguments.output),
+            peak_resident: peak_resident(),
         },
     };
     let mut out = std::io::stdout().lock();
@@ -209,6 +213,13 @@ fn check(arguments: &Generate) -> Result<(), Error> {
 fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
     let started = Instant::now();
     Ok((work()?, started.elapsed()))
+}
+
+/// Linux keeps the high-water mark of resident memory for each process.
+fn peak_resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
 fn file_size(path: &Path) -> u64 {

@@ -162,6 +162,13 @@ fn the_report_is_json_and_the_same_seed_gives_the_same_picture() {
     );
     assert!(report["bytes"]["weights"].as_u64().unwrap() > 5_000_000);
     assert!(report["seconds"]["denoise"].as_f64().unwrap() > 0.0);
+    if let Some(peak) = report["bytes"]["peak_resident"].as_u64() {
+        // Twice the weights, what plans compute in, and 48 MiB for the program itself, its tokenizer and the 16 MiB that
+        // ggml's convolution works in.
+        let bytes = |key: &str| report["bytes"][key].as_u64().unwrap();
+        let limit = 2 * bytes("weights") + bytes("compute") + (48 << 20);
+        assert!(peak <= limit, "{peak} bytes at the peak, {limit} allowed");
+    }
     assert!(err.contains("70x100 is rounded down to 64x96"), "{err}");
     assert_eq!(run("two.png", "7").1, first);
     assert_ne!(run("three.png", "8").1, first);
