@@ -38,7 +38,11 @@ fn stages(criterion: &mut Criterion) {
     let latents = vec![0.5; SIZE.0 * SIZE.1 * model.latent_channels()];
     criterion.bench_function("transformer call", |bencher| {
         bencher.iter(|| {
-            black_box(model.velocity(&mut backend, &condition, &latents, SIZE, 0.5, &cancel).unwrap());
+            black_box(
+                model
+                    .velocity(&mut backend, &condition, &latents, SIZE, 0.5, &cancel)
+                    .unwrap(),
+            );
         });
     });
     criterion.bench_function("decode", |bencher| {

@@ -7,5 +7,7 @@ pub(crate) mod bindings;
 pub(crate) mod digest;
 #[path = "../../crates/sd-ggml-sys/build/failure.rs"]
 pub(crate) mod failure;
+#[path = "../../crates/sd-ggml-sys/build/quietly.rs"]
+pub(crate) mod quietly;
 #[path = "../../crates/sd-ggml-sys/build/source.rs"]
 pub(crate) mod source;

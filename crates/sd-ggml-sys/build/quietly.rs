@@ -12,12 +12,13 @@ pub(crate) fn run<T>(action: impl FnOnce() -> T) -> Result<T, String> {
     outcome.map_err(|payload| message(payload.as_ref()))
 }
 
-/// What was said, on one line.
+/// The beginning of what was said, on one line.
 fn message(payload: &(dyn Any + Send)) -> String {
     let text = payload
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())
         .unwrap_or("no reason given");
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.chars().take(120).collect()
 }

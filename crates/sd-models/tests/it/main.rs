@@ -1,6 +1,11 @@
 //! Integration tests of `sd-models`: against numbers that diffusers made, and against hostile folders.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout
+)]
 
 mod fixtures;
 mod noise;
