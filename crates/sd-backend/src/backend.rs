@@ -8,6 +8,7 @@ use sd_ggml_sys as sys;
 
 use crate::device::{Device, DeviceKind};
 use crate::error::{Error, Result};
+use crate::ledger::Ledger;
 
 /// How a [`Backend`] works.
 #[derive(Debug, Clone, Default)]
@@ -15,12 +16,20 @@ use crate::error::{Error, Result};
 pub struct BackendOptions {
     /// Threads that compute on the processor; `None` takes as many as the machine runs at once. Other devices ignore it.
     pub threads: Option<usize>,
+    /// The account that everything allocated for this backend is on; one of its own if not given.
+    pub ledger: Ledger,
 }
 
 impl BackendOptions {
     /// Sets the number of threads; 0 is taken as 1.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads.max(1));
+        self
+    }
+
+    /// Sets the account that everything allocated for this backend is on; a clone shares it.
+    pub fn ledger(mut self, ledger: &Ledger) -> Self {
+        self.ledger = ledger.clone();
         self
     }
 }
@@ -33,6 +42,7 @@ pub struct Backend {
     _threads: Option<Threads>,
     device: Device,
     threads: usize,
+    ledger: Ledger,
 }
 
 #[derive(Debug)]
@@ -82,12 +92,23 @@ impl Backend {
             _threads: threads,
             device,
             threads: count,
+            ledger: options.ledger.clone(),
         })
     }
 
     /// The device this works on.
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// The account that everything allocated for this backend is on.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// The error of an allocation of `bytes` that was refused although it had been granted.
+    pub fn out_of_memory(&self, bytes: u64) -> Error {
+        self.ledger.refused(self.device, bytes)
     }
 
     /// Threads that compute; 1 where the device is not the processor.
@@ -143,7 +164,7 @@ impl Backend {
         match status {
             sys::GGML_STATUS_SUCCESS => Ok(()),
             sys::GGML_STATUS_ABORTED => Err(Error::Cancelled),
-            sys::GGML_STATUS_ALLOC_FAILED => Err(self.device.out_of_memory(0)),
+            sys::GGML_STATUS_ALLOC_FAILED => Err(self.out_of_memory(0)),
             _ => Err(Error::Compute {
                 device: self.device.name(),
                 reason: "the graph failed",

@@ -5,23 +5,15 @@ use std::ptr::NonNull;
 use sd_ggml_sys as sys;
 
 use crate::device::Device;
-use crate::error::{Error, Result};
-
-/// What a buffer is for; some drivers place weights differently from what is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BufferUsage {
-    /// Parameters, written once and read often.
-    Weights,
-    /// Everything else.
-    Compute,
-}
+use crate::error::Result;
+use crate::ledger::{Ledger, MemoryKind, Reservation};
 
 /// A block of memory on one device, freed when dropped.
 #[derive(Debug)]
 pub struct Buffer {
     raw: NonNull<sys::ggml_backend_buffer>,
     device: Device,
+    _reservation: Reservation,
 }
 
 // SAFETY: a ggml buffer is not tied to the thread that made it; freeing it from another is what ggml's users do.
@@ -31,23 +23,26 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Allocates `bytes` on `device`.
-    ///
-    /// What is free is looked at first, since an operating system that promises more than it has would otherwise
-    /// kill the process when the memory is touched.
+    /// Allocates `bytes` on `device`, if `ledger` grants them. It asks what is free, too: an operating system that
+    /// promises more than it has would otherwise kill the process when the memory is touched.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn allocate(device: Device, bytes: usize, usage: BufferUsage) -> Result<Buffer> {
-        let free = check_free(device, bytes as u64)?;
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn allocate(
+        ledger: &Ledger,
+        device: Device,
+        bytes: usize,
+        kind: MemoryKind,
+    ) -> Result<Buffer> {
+        let reservation = ledger.reserve(device, bytes as u64, kind)?;
         // SAFETY: the device lives for ever; a refused allocation is a null pointer, which is looked at.
         let raw = unsafe {
             let buffer_type = sys::ggml_backend_dev_buffer_type(device.as_ptr());
             sys::ggml_backend_buft_alloc_buffer(buffer_type, bytes)
         };
-        let raw = NonNull::new(raw).ok_or_else(|| out_of_memory(device, bytes as u64, free))?;
-        if usage == BufferUsage::Weights {
-            // SAFETY: `raw` was just returned as a live buffer.
+        let raw = NonNull::new(raw).ok_or_else(|| ledger.refused(device, bytes as u64))?;
+        if kind == MemoryKind::Weights {
+            // SAFETY: `raw` was just returned as a live buffer. Drivers may place weights differently.
             unsafe {
                 sys::ggml_backend_buffer_set_usage(
                     raw.as_ptr(),
@@ -55,7 +50,11 @@ impl Buffer {
                 )
             };
         }
-        Ok(Buffer { raw, device })
+        Ok(Buffer {
+            raw,
+            device,
+            _reservation: reservation,
+        })
     }
 
     /// Bytes of this buffer.
@@ -96,62 +95,37 @@ impl Drop for Buffer {
     }
 }
 
-impl Device {
-    /// Refuses `bytes` more than the device says are free.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn check_free(self, bytes: u64) -> Result<()> {
-        check_free(self, bytes).map(drop)
-    }
-
-    /// The error of a failed allocation of `bytes` on this device, with what is free now.
-    pub fn out_of_memory(self, bytes: u64) -> Error {
-        out_of_memory(self, bytes, self.memory().map(|memory| memory.free))
-    }
-}
-
-fn check_free(device: Device, bytes: u64) -> Result<Option<u64>> {
-    let free = device.memory().map(|memory| memory.free);
-    match free {
-        Some(free) if bytes > free => Err(out_of_memory(device, bytes, Some(free))),
-        _ => Ok(free),
-    }
-}
-
-fn out_of_memory(device: Device, requested: u64, free: Option<u64>) -> Error {
-    Error::OutOfMemory {
-        device: device.name(),
-        requested,
-        free,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     #[test]
-    fn a_buffer_has_the_size_it_was_asked_for() {
-        let cpu = Device::cpu().unwrap();
-        let buffer = Buffer::allocate(cpu, 4096, BufferUsage::Weights).unwrap();
+    fn a_buffer_is_on_the_account_while_it_lives() {
+        let (cpu, ledger) = (Device::cpu().unwrap(), Ledger::default());
+        let buffer = Buffer::allocate(&ledger, cpu, 4096, MemoryKind::Weights).unwrap();
         assert!(buffer.len() >= 4096);
         assert_eq!(buffer.device(), cpu);
+        assert_eq!(ledger.report(cpu).used.of(MemoryKind::Weights), 4096);
+        drop(buffer);
+        assert_eq!(ledger.report(cpu).used.total(), 0);
         assert!(Buffer::alignment(cpu).is_power_of_two());
     }
 
     #[test]
     fn too_much_is_an_error_with_the_numbers() {
-        let cpu = Device::cpu().unwrap();
+        let (cpu, ledger) = (Device::cpu().unwrap(), Ledger::default());
         let Err(Error::OutOfMemory {
             device,
             requested,
             free,
-        }) = Buffer::allocate(cpu, 1 << 60, BufferUsage::Compute)
+            ..
+        }) = Buffer::allocate(&ledger, cpu, 1 << 60, MemoryKind::Compute)
         else {
             panic!()
         };
         assert_eq!((device.as_str(), requested), ("CPU", 1 << 60));
         assert!(free.is_some_and(|free| free > 0));
+        assert_eq!(ledger.report(cpu).used.total(), 0);
     }
 }

@@ -128,7 +128,8 @@ impl Device {
         }
     }
 
-    /// Its memory now; `None` where it does not say, or says something impossible (more free than there is).
+    /// Its memory now; `None` where it does not say (0 of 0), or where Vulkan says that more is free than there is,
+    /// which is an underflow in its driver's counters. Other devices that say so are taken to be empty.
     ///
     /// ggml calls all of the processor's memory free, so for the processor the operating system is asked instead,
     /// and a control group's limit is honoured.
@@ -139,11 +140,7 @@ impl Device {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both pointers lead to live variables; the device lives for ever.
         unsafe { sys::ggml_backend_dev_memory(self.raw.as_ptr(), &mut free, &mut total) };
-        let memory = Memory {
-            free: free as u64,
-            total: total as u64,
-        };
-        (memory.total > 0 && memory.free <= memory.total).then_some(memory)
+        believable(free as u64, total as u64, &self.backend_name())
     }
 
     /// What it can do.
@@ -256,6 +253,15 @@ fn choose<D: Copy>(
     }
 }
 
+/// What a report of `free` of `total` bytes is worth.
+fn believable(free: u64, total: u64, backend: &str) -> Option<Memory> {
+    let possible = free <= total || !backend.eq_ignore_ascii_case("vulkan");
+    (total > 0 && possible).then_some(Memory {
+        free: free.min(total),
+        total,
+    })
+}
+
 fn host_memory() -> Option<Memory> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
@@ -326,6 +332,17 @@ mod tests {
             panic!()
         };
         assert_eq!(candidates, ["CUDA0", "CUDA1"]);
+    }
+
+    #[test]
+    fn impossible_reports_are_not_believed() {
+        assert_eq!(believable(1, 2, "CUDA"), Some(Memory { free: 1, total: 2 }));
+        assert_eq!(believable(0, 0, "CUDA"), None);
+        assert_eq!(believable(u64::MAX, 2, "Vulkan"), None);
+        assert_eq!(
+            believable(3, 2, "Metal"),
+            Some(Memory { free: 2, total: 2 })
+        );
     }
 
     #[test]

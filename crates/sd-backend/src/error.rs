@@ -33,8 +33,10 @@ pub enum Error {
     },
     /// Memory was refused, by the operating system, the driver or our own look at what is free.
     #[error(
-        "out of memory on {device}: {} needed, {} free",
-        Bytes(*requested), free.map_or_else(|| "an unknown amount".to_owned(), |free| Bytes(free).to_string())
+        "out of memory on {device}: {} needed, {} free{}",
+        Bytes(*requested),
+        free.map_or_else(|| "an unknown amount".to_owned(), |free| Bytes(free).to_string()),
+        budget.map_or_else(String::new, |budget| format!("; of the budget of {} {} are used", Bytes(budget), Bytes(*used)))
     )]
     OutOfMemory {
         /// Name of the device.
@@ -43,6 +45,18 @@ pub enum Error {
         requested: u64,
         /// Bytes that the device reported as free just before, if it says.
         free: Option<u64>,
+        /// Bytes that were granted in all, if in numbers.
+        budget: Option<u64>,
+        /// Bytes that are held already.
+        used: u64,
+    },
+    /// A budget that cannot be read.
+    #[error("memory budget `{text}`: {reason}")]
+    Budget {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        reason: &'static str,
     },
     /// The device refused or failed to run a graph.
     #[error("device {device} failed while computing ({reason})")]

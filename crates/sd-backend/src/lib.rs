@@ -3,6 +3,7 @@
 //! This crate owns every ggml handle and frees each exactly once. What it promises:
 //!
 //! - a failed allocation is a value ([`Error::OutOfMemory`]), never an abort;
+//! - a budget is a promise: every allocation asks a [`Ledger`] first, which a caller owns;
 //! - an element type, a device and a buffer are plain Rust values with names, sizes and reasons in their errors;
 //! - ggml's own log goes to [`tracing`], never to standard error.
 //!
@@ -12,14 +13,18 @@
 //! another thread, and running it takes `&mut`.
 
 mod backend;
+mod budget;
 mod buffer;
 mod device;
 mod dtype;
 mod error;
+mod ledger;
 mod log;
 
 pub use backend::{Backend, BackendOptions};
-pub use buffer::{Buffer, BufferUsage};
+pub use budget::{MemoryBudget, MemoryBudgets};
+pub use buffer::Buffer;
 pub use device::{Capabilities, Device, DeviceKind, Memory};
 pub use dtype::DType;
 pub use error::{Bytes, Error, Result};
+pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};

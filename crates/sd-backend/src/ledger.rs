@@ -1,0 +1,286 @@
+//! Who holds how much of which device, and what may still be taken.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::budget::{MemoryBudget, MemoryBudgets};
+use crate::device::{Device, DeviceKind, Memory};
+use crate::error::{Error, Result};
+
+/// What memory is held for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// Parameters.
+    Weights,
+    /// What is kept between runs to save work.
+    Cache,
+    /// What graphs compute in, inputs and constants included.
+    Compute,
+    /// Buffers that data passes through.
+    Staging,
+    /// Files mapped into a device's memory.
+    Mapping,
+}
+
+/// Bytes held on one device, by kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    bytes: [u64; 5],
+}
+
+/// A device's memory as it is now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryReport {
+    /// What the device says, if it says something that can be.
+    pub memory: Option<Memory>,
+    /// What was granted.
+    pub budget: MemoryBudget,
+    /// What is held through this ledger.
+    pub used: Usage,
+    /// What may still be reserved; `None` if nothing is known and nothing was granted in numbers.
+    pub available: Option<u64>,
+}
+
+/// Keeps what was granted: every allocation asks it first. Clones share one account, which a caller owns; models that
+/// should share a device's memory are given the same one.
+#[derive(Debug, Clone)]
+pub struct Ledger(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    budgets: MemoryBudgets,
+    headroom: u64,
+    used: Mutex<HashMap<Device, Usage>>,
+}
+
+/// Memory that was granted; given back when dropped.
+#[derive(Debug)]
+pub struct Reservation {
+    ledger: Ledger,
+    device: Device,
+    kind: MemoryKind,
+    bytes: u64,
+}
+
+/// What drivers of graphics cards allocate for themselves while computing, and abort without.
+const HEADROOM: u64 = 512 << 20;
+
+impl Default for Ledger {
+    fn default() -> Self {
+        Ledger::new(MemoryBudgets::default())
+    }
+}
+
+impl Ledger {
+    /// An empty account with these budgets.
+    pub fn new(budgets: MemoryBudgets) -> Ledger {
+        Ledger::with_headroom(budgets, HEADROOM)
+    }
+
+    /// An empty account that leaves `headroom` bytes free on each graphics card whose budget is automatic.
+    pub fn with_headroom(budgets: MemoryBudgets, headroom: u64) -> Ledger {
+        Ledger(Arc::new(Inner {
+            budgets,
+            headroom,
+            used: Mutex::default(),
+        }))
+    }
+
+    /// Takes `bytes` of `device` into account. What is free is read anew.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the budget or the device has less left; the figures are logged too.
+    pub fn reserve(&self, device: Device, bytes: u64, kind: MemoryKind) -> Result<Reservation> {
+        let mut used = self.lock();
+        let account = used.entry(device).or_default();
+        let report = self.report_of(device, *account);
+        if report.available.is_some_and(|available| bytes > available) {
+            let error = self.error(bytes, device, &report);
+            tracing::warn!("{error}; held: {}", report.used);
+            return Err(error);
+        }
+        account.bytes[kind as usize] += bytes;
+        Ok(Reservation {
+            ledger: self.clone(),
+            device,
+            kind,
+            bytes,
+        })
+    }
+
+    /// The error of an allocation of `bytes` that a driver refused although it had been granted.
+    pub fn refused(&self, device: Device, bytes: u64) -> Error {
+        self.error(bytes, device, &self.report(device))
+    }
+
+    /// A device's figures now.
+    pub fn report(&self, device: Device) -> MemoryReport {
+        let used = self.lock().get(&device).copied().unwrap_or_default();
+        self.report_of(device, used)
+    }
+
+    fn report_of(&self, device: Device, used: Usage) -> MemoryReport {
+        let memory = device.memory();
+        let budget = self.0.budgets.of(device);
+        let headroom = match device.kind() {
+            DeviceKind::Gpu | DeviceKind::IntegratedGpu => self.0.headroom,
+            _ => 0,
+        };
+        MemoryReport {
+            memory,
+            budget,
+            used,
+            available: available(
+                memory.map(|memory| memory.free),
+                budget,
+                used.total(),
+                headroom,
+            ),
+        }
+    }
+
+    fn error(&self, requested: u64, device: Device, report: &MemoryReport) -> Error {
+        Error::OutOfMemory {
+            device: device.name(),
+            requested,
+            free: report.memory.map(|memory| memory.free),
+            budget: match report.budget {
+                MemoryBudget::Bytes(bytes) => Some(bytes),
+                _ => None,
+            },
+            used: report.used.total(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Device, Usage>> {
+        // Counters are right after every statement that changes them, so a panic elsewhere does no harm.
+        self.0.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes that may still be taken: the least of what was granted and what is there.
+fn available(free: Option<u64>, budget: MemoryBudget, used: u64, headroom: u64) -> Option<u64> {
+    match budget {
+        MemoryBudget::Automatic => free.map(|free| free.saturating_sub(headroom)),
+        MemoryBudget::FreeMinus(less) => free.map(|free| free.saturating_sub(less)),
+        MemoryBudget::Bytes(bytes) => {
+            let granted = bytes.saturating_sub(used);
+            Some(free.map_or(granted, |free| free.min(granted)))
+        }
+    }
+}
+
+impl Usage {
+    /// Bytes of one kind.
+    pub fn of(&self, kind: MemoryKind) -> u64 {
+        self.bytes[kind as usize]
+    }
+
+    /// Bytes of all kinds.
+    pub fn total(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use crate::error::Bytes;
+        let [weights, cache, compute, staging, mapping] = self.bytes.map(Bytes);
+        write!(
+            f,
+            "weights {weights}, cache {cache}, compute {compute}, staging {staging}, mapping {mapping}"
+        )
+    }
+}
+
+impl Reservation {
+    /// Bytes that are held.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if let Some(account) = self.ledger.lock().get_mut(&self.device) {
+            let held = &mut account.bytes[self.kind as usize];
+            *held = held.saturating_sub(self.bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_is_the_least_of_grant_and_fact() {
+        for (free, budget, used, left) in [
+            (Some(100), MemoryBudget::Automatic, 50, Some(90)),
+            (Some(5), MemoryBudget::Automatic, 50, Some(0)),
+            (None, MemoryBudget::Automatic, 50, None),
+            (Some(100), MemoryBudget::Bytes(80), 50, Some(30)),
+            (Some(20), MemoryBudget::Bytes(80), 50, Some(20)),
+            (None, MemoryBudget::Bytes(80), 90, Some(0)),
+            (Some(100), MemoryBudget::FreeMinus(30), 50, Some(70)),
+            (Some(10), MemoryBudget::FreeMinus(30), 50, Some(0)),
+        ] {
+            assert_eq!(
+                available(free, budget, used, 10),
+                left,
+                "{free:?} {budget:?} {used}"
+            );
+        }
+    }
+
+    #[test]
+    fn reservations_hold_until_they_are_dropped() {
+        let cpu = Device::cpu().unwrap();
+        let ledger = Ledger::new(MemoryBudgets::every(MemoryBudget::Bytes(1000)));
+        let weights = ledger.reserve(cpu, 600, MemoryKind::Weights).unwrap();
+        let compute = ledger.reserve(cpu, 400, MemoryKind::Compute).unwrap();
+        assert_eq!(ledger.report(cpu).available, Some(0));
+        let Err(Error::OutOfMemory {
+            requested,
+            budget,
+            used,
+            ..
+        }) = ledger.reserve(cpu, 1, MemoryKind::Cache)
+        else {
+            panic!()
+        };
+        assert_eq!((requested, budget, used), (1, Some(1000), 1000));
+        drop(weights);
+        let report = ledger.report(cpu);
+        assert_eq!(
+            (report.used.of(MemoryKind::Compute), report.used.total()),
+            (400, 400)
+        );
+        // A clone is the same account.
+        let more = ledger.clone().reserve(cpu, 600, MemoryKind::Cache).unwrap();
+        assert!(ledger.reserve(cpu, 1, MemoryKind::Cache).is_err());
+        drop((compute, more));
+        assert_eq!(ledger.report(cpu).used.total(), 0);
+    }
+
+    #[test]
+    fn two_threads_share_one_account() {
+        let cpu = Device::cpu().unwrap();
+        let ledger = Ledger::new(MemoryBudgets::every(MemoryBudget::Bytes(1000)));
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..1000 {
+                        let held = ledger.reserve(cpu, 500, MemoryKind::Compute).unwrap();
+                        assert!(ledger.report(cpu).used.total() <= 1000);
+                        drop(held);
+                    }
+                });
+            }
+        });
+        assert_eq!(ledger.report(cpu).used.total(), 0);
+    }
+}
