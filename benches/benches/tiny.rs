@@ -17,18 +17,18 @@ fn stages(criterion: &mut Criterion) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny-qwen-image-2.1");
     let device = Device::cpu().unwrap();
     let cancel = Cancel::new();
+    let mut backend = Backend::new(device, &BackendOptions::default()).unwrap();
     let mut quiet = |_: &Progress| {};
 
     criterion.bench_function("load", |bencher| {
         bencher.iter(|| {
             let mut model = QwenImage21::open(&folder, &LoadOptions::default()).unwrap();
-            black_box(model.load(device, &cancel, &mut quiet).unwrap());
+            black_box(model.load(&backend, &cancel, &mut quiet).unwrap());
         });
     });
 
     let mut model = QwenImage21::open(&folder, &LoadOptions::default()).unwrap();
-    model.load(device, &cancel, &mut quiet).unwrap();
-    let mut backend = Backend::new(device, &BackendOptions::default()).unwrap();
+    model.load(&backend, &cancel, &mut quiet).unwrap();
     let prompt = "a large red circle on a blue background";
     criterion.bench_function("encode", |bencher| {
         bencher.iter(|| black_box(model.encode(&mut backend, prompt, &cancel).unwrap()));

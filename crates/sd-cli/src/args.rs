@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use sd_backend::MemoryBudgets;
+
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 /// Pictures from a diffusion checkpoint.
@@ -35,6 +37,8 @@ pub(crate) enum Command {
         as \"a large red circle on a blue background\"."
     )]
     Generate(Generate),
+    /// Say how much memory a picture needs, without loading the model.
+    Plan(Plan),
     /// Say what a checkpoint is: a model folder, or a single .safetensors file.
     Info(Info),
 }
@@ -84,6 +88,10 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "NAME", default_value = "auto")]
     pub(crate) device: String,
 
+    /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
+    #[arg(long, value_name = "BUDGET", default_value = "auto")]
+    pub(crate) memory_budget: MemoryBudgets,
+
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
@@ -93,6 +101,38 @@ pub(crate) struct Generate {
     pub(crate) output: PathBuf,
 
     /// Print one report in JSON on standard output: sizes, seconds per stage, bytes.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `sd plan`.
+#[derive(Debug, Args)]
+pub(crate) struct Plan {
+    /// Model folder in the diffusers layout.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+
+    /// Width in pixels [default: the model's].
+    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) width: Option<usize>,
+
+    /// Height in pixels [default: the model's].
+    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) height: Option<usize>,
+
+    /// Tokens of the prompt.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) tokens: usize,
+
+    /// Device to plan for: auto, cpu, gpu, or the name of one.
+    #[arg(short, long, value_name = "NAME", default_value = "auto")]
+    pub(crate) device: String,
+
+    /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
+    #[arg(long, value_name = "BUDGET")]
+    pub(crate) memory_budget: Option<MemoryBudgets>,
+
+    /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -60,7 +60,9 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     };
     let mut display = Display::new(arguments.json);
 
-    let mut builder = Pipeline::open(&folder)?.device(&arguments.device);
+    let mut builder = Pipeline::open(&folder)?
+        .device(&arguments.device)
+        .memory_budget(arguments.memory_budget.clone());
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);
     }
@@ -79,13 +81,8 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         request = request.negative(negative);
     }
     let defaults = pipeline.defaults();
-    if arguments.width.is_some() || arguments.height.is_some() {
-        // A single side given makes a square, unless the model's own default has it otherwise.
-        let width = arguments
-            .width
-            .or(arguments.height)
-            .unwrap_or(defaults.width);
-        request = request.size(width, arguments.height.unwrap_or(width));
+    if let Some((width, height)) = size(arguments.width, arguments.height) {
+        request = request.size(width, height);
     }
     if let Some(steps) = arguments.steps {
         request = request.steps(steps);
@@ -148,6 +145,11 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         )?;
     }
     Ok(())
+}
+
+/// The size that was asked for; a single side makes a square.
+pub(crate) fn size(width: Option<usize>, height: Option<usize>) -> Option<(usize, usize)> {
+    Some((width.or(height)?, height.or(width)?))
 }
 
 /// Refuses what can be refused before a model is loaded.

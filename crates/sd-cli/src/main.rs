@@ -6,6 +6,7 @@ mod args;
 mod error;
 mod generate;
 mod info;
+mod plan;
 mod progress;
 mod tiny;
 
@@ -23,6 +24,7 @@ fn main() -> ExitCode {
     start_logging(arguments.verbose, arguments.quiet);
     let outcome = match arguments.command {
         Command::Generate(arguments) => generate::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
     };
     match outcome {

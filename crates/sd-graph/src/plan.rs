@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use sd_backend::{Backend, Buffer, BufferUsage, Device};
+use sd_backend::{Backend, Buffer, Device, MemoryKind, Reservation};
 use sd_ggml_sys as sys;
 
 use crate::error::{Error, Result};
@@ -19,6 +19,7 @@ pub struct Plan {
     lowered: Lowered,
     allocator: Allocator,
     _constants: Option<Buffer>,
+    _compute: Reservation,
     recording: Recording,
     /// One per input: whether it was set since the last run.
     is_set: Vec<bool>,
@@ -69,9 +70,9 @@ impl Plan {
                 });
             }
         }
-        let lowered = lower(&recording, backend).map_err(|_| device.out_of_memory(0))?;
-        bind_params(&recording, &lowered, device)?;
-        let constants = place_constants(&recording, &lowered, device)?;
+        let lowered = lower(&recording, backend).map_err(|_| backend.out_of_memory(0))?;
+        bind_params(&recording, &lowered, backend)?;
+        let constants = place_constants(&recording, &lowered, backend)?;
         if let Some(operation) = unsupported(&lowered, backend) {
             return Err(Error::Unsupported {
                 device: device.name(),
@@ -79,18 +80,21 @@ impl Plan {
             });
         }
 
-        let needed = Allocator::measure(device, &lowered)?;
-        device.check_free(needed as u64)?;
-        let allocator = Allocator::new(device)?;
+        let needed = Allocator::measure(backend, &lowered)?;
+        let reservation = backend
+            .ledger()
+            .reserve(device, needed as u64, MemoryKind::Compute)?;
+        let allocator = Allocator::new(backend)?;
         // SAFETY: the graph and the allocator are live; refusal is `false`.
         if !unsafe { sys::ggml_gallocr_alloc_graph(allocator.0.as_ptr(), lowered.graph) } {
-            return Err(device.out_of_memory(needed as u64).into());
+            return Err(backend.out_of_memory(needed as u64).into());
         }
         let is_set = vec![false; recording.inputs.len()];
         Ok(Plan {
             lowered,
             allocator,
             _constants: constants,
+            _compute: reservation,
             recording,
             is_set,
             has_run: false,
@@ -212,7 +216,7 @@ impl Estimate {
     pub fn of(backend: &Backend, build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Estimate> {
         let device = backend.device();
         let recording = Recording::of(build)?;
-        let lowered = lower(&recording, backend).map_err(|_| device.out_of_memory(0))?;
+        let lowered = lower(&recording, backend).map_err(|_| backend.out_of_memory(0))?;
         for (node, tensor) in recording.nodes.iter().zip(&lowered.tensors) {
             if matches!(node.op, Op::Param(_) | Op::Constant(_)) {
                 // SAFETY: the tensor is live. The allocator takes every tensor with an address as placed elsewhere; it
@@ -226,7 +230,7 @@ impl Estimate {
                 operation,
             });
         }
-        let compute_bytes = Allocator::measure(device, &lowered)? as u64;
+        let compute_bytes = Allocator::measure(backend, &lowered)? as u64;
         Ok(Estimate {
             // SAFETY: the graph is live.
             nodes: unsafe { sys::ggml_graph_n_nodes(lowered.graph) } as usize,
@@ -246,21 +250,22 @@ impl Estimate {
 }
 
 impl Allocator {
-    fn new(device: Device) -> Result<Allocator> {
+    fn new(backend: &Backend) -> Result<Allocator> {
         // SAFETY: the device and its buffer type live for ever.
-        let raw =
-            unsafe { sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(device.as_ptr())) };
+        let raw = unsafe {
+            sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(backend.device().as_ptr()))
+        };
         NonNull::new(raw)
             .map(Allocator)
-            .ok_or_else(|| device.out_of_memory(0).into())
+            .ok_or_else(|| backend.out_of_memory(0).into())
     }
 
-    /// Bytes that the graph will need on `device`.
+    /// Bytes that the graph will need on the backend's device.
     ///
     /// Measured by an allocator of its own: afterwards ggml's takes its buffers for allocated and would follow null
     /// pointers.
-    fn measure(device: Device, lowered: &Lowered) -> Result<usize> {
-        let allocator = Allocator::new(device)?;
+    fn measure(backend: &Backend, lowered: &Lowered) -> Result<usize> {
+        let allocator = Allocator::new(backend)?;
         let mut bytes = 0;
         // SAFETY: graph and allocator are live; without lists of buffers every tensor goes to the one buffer, whose
         // size is written to `bytes`.
@@ -285,14 +290,14 @@ impl Drop for Allocator {
 }
 
 /// Points the graph's leaves for parameters to where these lie.
-fn bind_params(recording: &Recording, lowered: &Lowered, device: Device) -> Result<()> {
+fn bind_params(recording: &Recording, lowered: &Lowered, backend: &Backend) -> Result<()> {
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
         let Op::Param(index) = node.op else { continue };
         let param = &recording.params[index];
         let place = param.place().ok_or_else(|| Error::NotLoaded {
             name: param.name().to_owned(),
         })?;
-        bind(tensor, &place.buffer, place.offset, device)?;
+        bind(tensor, &place.buffer, place.offset, backend)?;
     }
     Ok(())
 }
@@ -301,9 +306,9 @@ fn bind_params(recording: &Recording, lowered: &Lowered, device: Device) -> Resu
 fn place_constants(
     recording: &Recording,
     lowered: &Lowered,
-    device: Device,
+    backend: &Backend,
 ) -> Result<Option<Buffer>> {
-    let alignment = Buffer::alignment(device);
+    let alignment = Buffer::alignment(backend.device());
     let mut total = 0_usize;
     let mut placed = Vec::new();
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
@@ -316,14 +321,19 @@ fn place_constants(
             .len()
             .checked_next_multiple_of(alignment)
             .and_then(|bytes| total.checked_add(bytes))
-            .ok_or_else(|| device.out_of_memory(u64::MAX))?;
+            .ok_or_else(|| backend.out_of_memory(u64::MAX))?;
     }
     if placed.is_empty() {
         return Ok(None);
     }
-    let buffer = Buffer::allocate(device, total, BufferUsage::Compute)?;
+    let buffer = Buffer::allocate(
+        backend.ledger(),
+        backend.device(),
+        total,
+        MemoryKind::Compute,
+    )?;
     for (tensor, bytes, offset) in placed {
-        bind(tensor, &buffer, offset, device)?;
+        bind(tensor, &buffer, offset, backend)?;
         // SAFETY: the tensor was just bound to memory of its size, which is that of `bytes` (checked when recorded).
         unsafe {
             sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len())
@@ -332,7 +342,7 @@ fn place_constants(
     Ok(Some(buffer))
 }
 
-fn bind(tensor: RawTensor, buffer: &Buffer, offset: usize, device: Device) -> Result<()> {
+fn bind(tensor: RawTensor, buffer: &Buffer, offset: usize, backend: &Backend) -> Result<()> {
     // SAFETY: the tensor is a fresh leaf; offsets were computed so that its bytes lie inside the buffer, aligned.
     let status = unsafe {
         let base = sys::ggml_backend_buffer_get_base(buffer.as_ptr()).cast::<u8>();
@@ -341,7 +351,7 @@ fn bind(tensor: RawTensor, buffer: &Buffer, offset: usize, device: Device) -> Re
     if status == sys::GGML_STATUS_SUCCESS {
         Ok(())
     } else {
-        Err(device.out_of_memory(0).into())
+        Err(backend.out_of_memory(0).into())
     }
 }
 

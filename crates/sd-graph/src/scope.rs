@@ -26,12 +26,12 @@ pub enum Role {
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// Converts floating-point weights to this type; `None` keeps the file's type where the role allows it.
+    /// Converts floating-point and quantised weights to this type; `None` keeps the file's type where the role allows it.
     pub convert_to: Option<DType>,
 }
 
 impl LoadOptions {
-    /// Converts floating-point weights to `dtype`: F32 or F16.
+    /// Converts floating-point and quantised weights to `dtype`: F32 or F16.
     pub fn convert_to(mut self, dtype: DType) -> Self {
         self.convert_to = Some(dtype);
         self
@@ -202,7 +202,8 @@ impl<'d> Scope<'d> {
     }
 
     /// Declares a parameter. Dimensions of size 1 may be missing or added in the file (a norm's weight `[96, 1, 1]` is
-    /// a vector of 96), as long as the other sizes are the same in the same order.
+    /// a vector of 96), as long as the other sizes are the same in the same order. A quantised matrix that is kept as it
+    /// is needs an innermost size of whole blocks.
     ///
     /// What is wrong with it is told by [`Declarations::finish`]; until then a stand-in of the wanted shape goes on.
     pub fn param(&self, name: &str, shape: impl AsRef<[usize]>, role: Role) -> Param {
@@ -235,6 +236,14 @@ impl<'d> Scope<'d> {
                     ));
                 } else {
                     match memory_type(info.stored, role, &self.declarations.options) {
+                        // The file's rows are whole blocks; those of another shape of the same sizes may not be.
+                        Some(memory) if memory.row_bytes(shape.inner()).is_none() => {
+                            state.mismatch.misshapen.push((
+                                name.clone(),
+                                wanted.to_vec(),
+                                info.shape.clone(),
+                            ));
+                        }
                         Some(memory) => dtype = memory,
                         None => state
                             .mismatch
@@ -265,13 +274,14 @@ fn memory_type(stored: StoredType, role: Role, options: &LoadOptions) -> Option<
         StoredType::F64 | StoredType::F32 => DType::F32,
         StoredType::F16 => DType::F16,
         StoredType::BF16 => DType::BF16,
-        _ => return None,
+        _ => stored.in_memory().filter(|dtype| dtype.is_quantized())?,
     };
     let wanted = options.convert_to.unwrap_or(own);
     Some(match (role, wanted) {
         (Role::Vector, _) => DType::F32,
-        // ggml has no convolution with BF16 kernels; F32 holds every value of one.
-        (Role::Kernel, DType::BF16) => DType::F32,
-        (_, wanted) => wanted,
+        (Role::Kernel, DType::F16) => DType::F16,
+        // ggml has no convolution with BF16 or quantised kernels; F32 holds every value of one.
+        (Role::Kernel, _) => DType::F32,
+        (Role::Matrix, wanted) => wanted,
     })
 }

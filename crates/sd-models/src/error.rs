@@ -14,6 +14,14 @@ pub enum Error {
     /// The graph engine failed: a bad weight file, a model that does not fit it, no memory, a cancelled run.
     #[error(transparent)]
     Engine(#[from] sd_graph::Error),
+    /// Memory does not suffice, and this budget for the device would.
+    #[error("{source}; a budget of {} would do", sd_backend::Bytes(*smallest))]
+    TooLittleMemory {
+        /// What was refused.
+        source: sd_backend::Error,
+        /// Bytes of the smallest budget with which it works.
+        smallest: u64,
+    },
     /// A file or folder of a model cannot be read.
     #[error("{}: {source}", path.display())]
     Io {
@@ -93,7 +101,11 @@ pub enum Error {
 impl Error {
     /// Whether this is memory that ran out.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Error::Engine(error) if error.is_out_of_memory())
+        match self {
+            Error::Engine(error) => error.is_out_of_memory(),
+            Error::TooLittleMemory { .. } => true,
+            _ => false,
+        }
     }
 
     /// Whether the run was cancelled by its caller.

@@ -15,5 +15,7 @@ mod schedule;
 pub use error::{Error, Result};
 pub use image::Image;
 pub use model_index::ModelIndex;
-pub use pipeline::{Condition, Defaults, GenerateReport, Pipeline, PipelineBuilder, Request};
+pub use pipeline::{
+    Condition, Defaults, GenerateReport, MemoryPlan, Pipeline, PipelineBuilder, Request,
+};
 pub use schedule::{FlowMatchEuler, Schedule, TimeShift};

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use sd_backend::{Backend, BackendOptions, DType, Device};
+use sd_backend::{Backend, BackendOptions, DType, Device, Ledger, MemoryBudgets, MemoryReport};
 use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter};
 use serde::Deserialize;
 
@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
 use crate::noise;
-use crate::qwen_image_2_1::{QwenImage21, SIZE_MULTIPLE};
+use crate::qwen_image_2_1::{QwenImage21, SIZE_MULTIPLE, StageEstimates};
+use crate::schedule::Schedule;
 
 pub use crate::qwen_image_2_1::Condition;
 
@@ -92,6 +93,34 @@ pub struct Request<'c> {
     seed: u64,
 }
 
+/// What a picture needs, found without loading anything.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryPlan {
+    /// Name of the device.
+    pub device: String,
+    /// Width in pixels.
+    pub width: usize,
+    /// Height in pixels.
+    pub height: usize,
+    /// Bytes of weights by part.
+    pub weights: Vec<(&'static str, u64)>,
+    /// What each stage computes in, beside the weights.
+    pub stages: StageEstimates,
+    /// Bytes of the smallest budget that does: all weights and the stage that needs most.
+    pub smallest: u64,
+    /// Bytes that may be taken now, if anything is known.
+    pub available: Option<u64>,
+}
+
+impl MemoryPlan {
+    /// Whether it fits now.
+    pub fn fits(&self) -> bool {
+        self.available
+            .is_none_or(|available| self.smallest <= available)
+    }
+}
+
 /// What making a picture took.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
@@ -160,54 +189,36 @@ impl Pipeline {
         let plan = self.resolve(request)?;
         let scale = self.model.scale_factor();
         let size = (plan.height / scale, plan.width / scale);
-        let tokens = size.0 * size.1;
-        let schedule = self.model.schedule(plan.steps, tokens)?;
-
-        // A picture that cannot be decoded is refused before minutes go into its latents.
-        let decode = self.model.estimate_decode(&self.backend, size)?;
-        self.backend.device().check_free(decode.compute_bytes)?;
-
-        progress.report(&Progress::Stage("denoise"));
-        let started = Instant::now();
-        let mut latents = starting_latents(plan.seed, tokens, self.model.latent_channels());
+        let schedule = self.model.schedule(plan.steps, size.0 * size.1)?;
         let negative = if plan.guidance > 1.0 {
             Some(self.negative(request)?)
         } else {
             None
         };
-        for step in 0..schedule.steps() {
-            self.cancel.check().map_err(sd_graph::Error::from)?;
-            let timestep = schedule.timestep(step) / 1000.0;
-            let mut call = |condition: &Condition| {
-                self.model.velocity(
-                    &mut self.backend,
-                    condition,
-                    &latents,
-                    size,
-                    timestep,
-                    &self.cancel,
-                )
-            };
-            let mut velocity = call(request.condition)?;
-            if let Some(negative) = &negative {
-                guide(&mut velocity, &call(negative)?, plan.guidance);
-            }
-            schedule.euler_step(step, &mut latents, &velocity);
-            if !latents.iter().all(|value| value.is_finite()) {
-                return Err(Error::NotFinite { step: step + 1 });
-            }
-            progress.report(&Progress::Step {
-                done: step + 1,
-                total: schedule.steps(),
-            });
-        }
+        // A picture that cannot be decoded is refused before minutes go into its latents.
+        self.check_memory(request, negative.as_ref(), size)?;
+
+        let started = Instant::now();
+        let latents = self.with_retry(|pipeline| {
+            progress.report(&Progress::Stage("denoise"));
+            pipeline.denoise(
+                request.condition,
+                negative.as_ref(),
+                &plan,
+                &schedule,
+                size,
+                progress,
+            )
+        })?;
         let denoise = started.elapsed();
 
-        progress.report(&Progress::Stage("decode"));
         let started = Instant::now();
-        let planes = self
-            .model
-            .decode(&mut self.backend, &latents, size, &self.cancel)?;
+        let planes = self.with_retry(|pipeline| {
+            progress.report(&Progress::Stage("decode"));
+            pipeline
+                .model
+                .decode(&mut pipeline.backend, &latents, size, &pipeline.cancel)
+        })?;
         let mut image =
             Image::from_planes(&planes, plan.width, plan.height).ok_or(Error::Size {
                 width: plan.width,
@@ -224,6 +235,90 @@ impl Pipeline {
         };
         describe(&mut image, request, &report);
         Ok((image, report))
+    }
+
+    /// From noise to latents `[tokens, channels]`.
+    fn denoise(
+        &mut self,
+        condition: &Condition,
+        negative: Option<&Condition>,
+        plan: &GenerateReport,
+        schedule: &Schedule,
+        size: (usize, usize),
+        progress: &mut dyn Reporter,
+    ) -> Result<Vec<f32>> {
+        let mut latents =
+            starting_latents(plan.seed, size.0 * size.1, self.model.latent_channels());
+        for step in 0..schedule.steps() {
+            self.cancel.check().map_err(sd_graph::Error::from)?;
+            let timestep = schedule.timestep(step) / 1000.0;
+            let (model, backend, cancel) = (&mut self.model, &mut self.backend, &self.cancel);
+            let mut call = |condition: &Condition| {
+                model.velocity(backend, condition, &latents, size, timestep, cancel)
+            };
+            let mut velocity = call(condition)?;
+            if let Some(negative) = negative {
+                guide(&mut velocity, &call(negative)?, plan.guidance);
+            }
+            schedule.euler_step(step, &mut latents, &velocity);
+            if !latents.iter().all(|value| value.is_finite()) {
+                return Err(Error::NotFinite { step: step + 1 });
+            }
+            progress.report(&Progress::Step {
+                done: step + 1,
+                total: schedule.steps(),
+            });
+        }
+        Ok(latents)
+    }
+
+    /// Does `work`; if memory runs out, gives up all plans and does it once more.
+    fn with_retry<T>(&mut self, mut work: impl FnMut(&mut Pipeline) -> Result<T>) -> Result<T> {
+        match work(self) {
+            Err(error) if error.is_out_of_memory() => {
+                tracing::warn!("{error}; giving up idle plans and trying once more");
+                self.model.drop_plans();
+                work(self)
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Refuses a picture that would not fit even alone, and says what would do.
+    fn check_memory(
+        &self,
+        request: &Request<'_>,
+        negative: Option<&Condition>,
+        size: (usize, usize),
+    ) -> Result<()> {
+        let tokens = request
+            .condition
+            .tokens()
+            .max(negative.map_or(0, Condition::tokens));
+        let needed = self
+            .model
+            .estimate(&self.backend, tokens, size)?
+            .peak_bytes();
+        let report = self.memory();
+        let own_plans = self.model.compute_bytes();
+        match report.available {
+            Some(available) if needed > available.saturating_add(own_plans) => {
+                Err(Error::TooLittleMemory {
+                    source: self.backend.out_of_memory(needed),
+                    smallest: report
+                        .used
+                        .total()
+                        .saturating_sub(own_plans)
+                        .saturating_add(needed),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Memory of the device this runs on: what it says, what was granted, what is held.
+    pub fn memory(&self) -> MemoryReport {
+        self.backend.ledger().report(self.backend.device())
     }
 
     /// What the checkpoint's author recommends.
@@ -257,22 +352,7 @@ impl Pipeline {
             request.width.unwrap_or(self.defaults.width),
             request.height.unwrap_or(self.defaults.height),
         );
-        let possible = SIZE_MULTIPLE..=LARGEST_SIDE;
-        if !possible.contains(&width) || !possible.contains(&height) {
-            return Err(Error::Size {
-                width,
-                height,
-                limit: LARGEST_SIDE,
-            });
-        }
-        let round = |side: usize| side / SIZE_MULTIPLE * SIZE_MULTIPLE;
-        if (round(width), round(height)) != (width, height) {
-            tracing::warn!(
-                "{width}x{height} is rounded down to {}x{}: sides are multiples of {SIZE_MULTIPLE} pixels",
-                round(width),
-                round(height)
-            );
-        }
+        let (width, height) = rounded((width, height))?;
         let steps = self
             .model
             .fixed_steps()
@@ -283,8 +363,8 @@ impl Pipeline {
             return Err(Error::Guidance(guidance));
         }
         Ok(GenerateReport {
-            width: round(width),
-            height: round(height),
+            width,
+            height,
             steps,
             guidance,
             seed: request.seed,
@@ -317,10 +397,56 @@ impl PipelineBuilder {
         self
     }
 
+    /// Grants memory: a number of bytes, all that is free but some, or (if not called) what is free. Replaces an account
+    /// set by [`PipelineBuilder::ledger`].
+    pub fn memory_budget(mut self, budgets: MemoryBudgets) -> Self {
+        self.backend = self.backend.ledger(&Ledger::new(budgets));
+        self
+    }
+
+    /// Uses an account of memory that other pipelines of this process share.
+    pub fn ledger(mut self, ledger: &Ledger) -> Self {
+        self.backend = self.backend.ledger(ledger);
+        self
+    }
+
     /// Converts floating-point weights on loading: F32 for the reference's own numbers, F16 for less memory.
     pub fn convert_to(mut self, dtype: DType) -> Self {
         self.load = self.load.convert_to(dtype);
         self
+    }
+
+    /// What the model needs for one picture of the given size (the model's default if none) and a prompt of `tokens`
+    /// tokens. Nothing is loaded.
+    ///
+    /// # Errors
+    /// [`Error::Size`], and everything that can be wrong with files.
+    pub fn plan(&self, size: Option<(usize, usize)>, tokens: usize) -> Result<MemoryPlan> {
+        let backend = Backend::new(Device::select(&self.device)?, &self.backend)?;
+        let defaults = self.defaults()?;
+        let model = QwenImage21::open(&self.folder, &self.load)?;
+        let (width, height) = rounded(size.unwrap_or((defaults.width, defaults.height)))?;
+        let scale = model.scale_factor();
+        let stages = model.estimate(&backend, tokens.max(1), (height / scale, width / scale))?;
+        Ok(MemoryPlan {
+            device: backend.device().name(),
+            width,
+            height,
+            weights: model.weight_bytes_by_part().to_vec(),
+            stages,
+            smallest: model.weight_bytes() + stages.peak_bytes(),
+            available: backend.ledger().report(backend.device()).available,
+        })
+    }
+
+    /// The author's recommendations, if the folder has any.
+    fn defaults(&self) -> Result<Defaults> {
+        let path = self.folder.join("sd-defaults.json");
+        if path.is_file() {
+            read_json(&path)
+        } else {
+            Ok(Defaults::default())
+        }
     }
 
     /// Loads the weights.
@@ -336,17 +462,23 @@ impl PipelineBuilder {
     /// # Errors
     /// Everything that can be wrong with files, memory that runs out, or the run was cancelled.
     pub fn load_with(self, cancel: &Cancel, progress: &mut dyn Reporter) -> Result<Pipeline> {
-        let device = Device::select(&self.device)?;
-        let backend = Backend::new(device, &self.backend)?;
-        let defaults_path = self.folder.join("sd-defaults.json");
-        let defaults = if defaults_path.is_file() {
-            read_json(&defaults_path)?
-        } else {
-            Defaults::default()
-        };
+        let backend = Backend::new(Device::select(&self.device)?, &self.backend)?;
+        let defaults = self.defaults()?;
         let mut model = QwenImage21::open(&self.folder, &self.load)?;
         progress.report(&Progress::Stage("load"));
-        let loaded = model.load(device, cancel, progress)?;
+        let loaded = model
+            .load(&backend, cancel, progress)
+            .map_err(|error| match error {
+                Error::Engine(sd_graph::Error::Backend(
+                    source @ sd_backend::Error::OutOfMemory { .. },
+                )) => {
+                    let smallest = smallest_budget(&model, &backend, defaults);
+                    smallest.map_or(Error::from(source.clone()), |smallest| {
+                        Error::TooLittleMemory { source, smallest }
+                    })
+                }
+                other => other,
+            })?;
         Ok(Pipeline {
             model,
             backend,
@@ -400,6 +532,42 @@ impl<'c> Request<'c> {
         self.seed = seed;
         self
     }
+}
+
+/// A size as the model can make it: sides rounded down to its multiple, with a warning.
+fn rounded((width, height): (usize, usize)) -> Result<(usize, usize)> {
+    let possible = SIZE_MULTIPLE..=LARGEST_SIDE;
+    if !possible.contains(&width) || !possible.contains(&height) {
+        return Err(Error::Size {
+            width,
+            height,
+            limit: LARGEST_SIDE,
+        });
+    }
+    let round = |side: usize| side / SIZE_MULTIPLE * SIZE_MULTIPLE;
+    let size = (round(width), round(height));
+    if size != (width, height) {
+        tracing::warn!(
+            "{width}x{height} is rounded down to {}x{}: sides are multiples of {SIZE_MULTIPLE} pixels",
+            size.0,
+            size.1
+        );
+    }
+    Ok(size)
+}
+
+/// Bytes of all weights and the stage that needs most, for a picture of the default size and a prompt of common length.
+fn smallest_budget(model: &QwenImage21, backend: &Backend, defaults: Defaults) -> Option<u64> {
+    const COMMON_PROMPT: usize = 64;
+    let scale = model.scale_factor();
+    let stages = model
+        .estimate(
+            backend,
+            COMMON_PROMPT,
+            (defaults.height / scale, defaults.width / scale),
+        )
+        .ok()?;
+    Some(model.weight_bytes() + stages.peak_bytes())
 }
 
 /// Noise for `tokens` latent pixels, `[tokens, channels]`, drawn plane by plane as the reference does.

@@ -209,6 +209,18 @@ fn numbers_that_make_no_picture_are_refused() {
             &["--output", "picture.jpg"],
             &["--output picture.jpg", ".png"],
         ),
+        (
+            &["--memory-budget", "lots"],
+            &["--memory-budget", "lots", "8GiB"],
+        ),
+        (
+            &["--memory-budget", "1MiB"],
+            &["out of memory on CPU", "budget of 1.00 MiB", "would do"],
+        ),
+        (
+            &["--memory-budget", "12MiB"],
+            &["out of memory on CPU", "budget of 12.00 MiB", "would do"],
+        ),
         (&["--nonsense"], &["--nonsense"]),
     ];
     for (arguments, parts) in cases {

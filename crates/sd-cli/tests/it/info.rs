@@ -60,6 +60,61 @@ fn a_single_file_of_any_family_is_listed() {
     );
 }
 
+/// A GGUF file with a name, a matrix in blocks of a type that no device computes with, and a vector.
+fn gguf() -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let tensor = |name: &str, sides: &[u64], number: u32, offset: u64| {
+        let sides: Vec<u8> = (sides.iter().flat_map(|side| side.to_le_bytes())).collect();
+        let rank = (sides.len() as u32 / 8).to_le_bytes();
+        let end = [&number.to_le_bytes(), offset.to_le_bytes().as_slice()].concat();
+        [text(name), rank.to_vec(), sides, end].concat()
+    };
+    let mut bytes = [
+        b"GGUF\x03\0\0\0".as_slice(),
+        &2_u64.to_le_bytes(),
+        &1_u64.to_le_bytes(),
+    ]
+    .concat();
+    bytes.extend(
+        [
+            text("general.name"),
+            8_u32.to_le_bytes().to_vec(),
+            text("a\tmodel"),
+        ]
+        .concat(),
+    );
+    // The file has the innermost side first; 20 is iq4_nl, 18 bytes for 32 elements.
+    bytes.extend(tensor("matrix", &[64, 3], 20, 0));
+    bytes.extend(tensor("vector", &[3], 0, 128));
+    bytes.resize(bytes.len().next_multiple_of(32) + 128 + 12, 0);
+    bytes
+}
+
+#[test]
+fn a_gguf_file_is_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = gguf();
+    fs::write(folder.path().join("any.gguf"), &bytes).unwrap();
+    fs::write(folder.path().join("cut.gguf"), &bytes[..bytes.len() - 1]).unwrap();
+    let ended = sd(folder.path(), &["info", "any.gguf"]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    for part in [
+        "195 parameters",
+        "tensors: 1 F32, 1 iq4_nl",
+        "general.name = a\\tmodel",
+        "matrix iq4_nl [3, 64]",
+        "vector F32 [3]",
+    ] {
+        assert!(ended.out.contains(part), "`{part}` in {}", ended.out);
+    }
+    let report: serde_json::Value =
+        serde_json::from_str(&sd(folder.path(), &["info", "any.gguf", "--json"]).out).unwrap();
+    assert_eq!(report["bytes"], 108 + 12);
+    assert_eq!(report["components"][0]["types"]["iq4_nl"], 1);
+    let parts = ["cut.gguf", "the download may have been cut off", "vector"];
+    assert_refused(folder.path(), &["info", "cut.gguf"], &parts);
+}
+
 #[test]
 fn what_is_no_checkpoint_is_refused() {
     let folder = tempfile::tempdir().unwrap();

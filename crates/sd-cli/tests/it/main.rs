@@ -9,4 +9,5 @@
 
 mod generate;
 mod info;
+mod plan;
 mod run;

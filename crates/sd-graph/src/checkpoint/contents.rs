@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
+use super::gguf;
 use super::index_json::{self, ShardIndex};
 use super::safetensors;
 use super::tensor_info::TensorInfo;
@@ -26,7 +27,12 @@ impl Contents {
     /// Adds one file and all its tensors.
     pub(super) fn add_file(&mut self, path: &Path) -> Result<(), CheckpointError> {
         let file = WeightFile::open(path)?;
-        let listing = safetensors::list(&file, self.files.len())?;
+        let list = if gguf::is_gguf(&file)? {
+            gguf::list
+        } else {
+            safetensors::list
+        };
+        let listing = list(&file, self.files.len())?;
         for (name, info) in listing.tensors {
             match self.tensors.entry(name) {
                 Entry::Vacant(place) => {

@@ -162,6 +162,10 @@ impl CheckpointError {
         }
     }
 
+    pub(super) fn metadata(file: &Path, key: &str, reason: impl fmt::Display) -> CheckpointError {
+        CheckpointError::header(file, format!("metadata `{}`: {reason}", shown(key)))
+    }
+
     pub(super) fn index(file: &Path, reason: impl Into<String>) -> CheckpointError {
         CheckpointError::Index {
             file: file.to_owned(),

@@ -9,6 +9,7 @@ use super::error::{CheckpointError, shown};
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
 const SINGLE: &str = ".safetensors";
 const SHARDED: &str = ".safetensors.index.json";
+const GGUF: &str = ".gguf";
 /// Files that an error names.
 const NAMED: usize = 5;
 
@@ -45,7 +46,7 @@ pub(super) fn choose(folder: &Path) -> Result<PathBuf, CheckpointError> {
     let single: Vec<&str> = names
         .iter()
         .map(String::as_str)
-        .filter(|name| name.ends_with(SINGLE))
+        .filter(|name| name.ends_with(SINGLE) || name.ends_with(GGUF))
         .collect();
     match single[..] {
         [] => {
@@ -58,11 +59,15 @@ pub(super) fn choose(folder: &Path) -> Result<PathBuf, CheckpointError> {
             let [a, b] = STEMS;
             refuse(format!(
                 "no weights: looked for {a}{SINGLE}, {a}{SHARDED}, {b}{SINGLE}, {b}{SHARDED} and for one file \
-                 *{SINGLE} of another name{hint}"
+                 *{SINGLE} of another name or *{GGUF}{hint}"
             ))
         }
         [name] if is_variant(name) => refuse(format!(
             "it has the variant {} and not the plain file; a variant is used only where it is opened by name",
+            shown(name)
+        )),
+        [name] if is_one_of_several(name) && name.ends_with(GGUF) => refuse(format!(
+            "{} is one part of several, and parts of GGUF files are not put together",
             shown(name)
         )),
         [name] if is_one_of_several(name) => refuse(format!(
@@ -100,15 +105,19 @@ fn list(folder: &Path) -> Result<Vec<String>, CheckpointError> {
 
 /// `model.fp16.safetensors`: the same weights in another form, beside `model.safetensors`.
 fn is_variant(name: &str) -> bool {
-    STEMS.iter().any(|stem| {
-        name.strip_prefix(stem)
+    let is_of = |stem: &&str| {
+        name.strip_prefix(*stem)
             .is_some_and(|rest| rest.starts_with('.'))
-    })
+    };
+    name.ends_with(SINGLE) && STEMS.iter().any(is_of)
 }
 
 /// `model-00001-of-00003.safetensors`, but not the only shard of one.
 fn is_one_of_several(name: &str) -> bool {
-    let stem = name.strip_suffix(SINGLE).unwrap_or(name);
+    let stem = name
+        .strip_suffix(SINGLE)
+        .or_else(|| name.strip_suffix(GGUF))
+        .unwrap_or(name);
     let number = |text: &str| {
         if text.len() == 5 {
             text.parse::<u32>().ok()

@@ -1,4 +1,4 @@
-//! What a file is that is no safetensors file.
+//! What a file is that is no weight file of a known format.
 
 /// Bytes of a file's beginning that [`recognise`] looks at.
 pub(super) const HEAD: u64 = 64;
@@ -7,7 +7,6 @@ const WEB_PAGE: &str =
     "a web page, as servers send instead of a file that they refuse or cannot find";
 const LFS: &str =
     "a Git LFS pointer and not the file itself; `git lfs pull` in its repository fetches it";
-const GGUF: &str = "a GGUF file, which this version does not read";
 const ZIP: &str =
     "a zip archive, as PyTorch's .ckpt, .pt and .bin files are; convert it to safetensors";
 const PICKLE: &str =
@@ -24,7 +23,6 @@ const TEXTS: &[(&str, &str)] = &[
 ];
 
 const MAGICS: &[(&[u8], &str)] = &[
-    (b"GGUF", GGUF),
     (b"PK\x03\x04", ZIP),
     (b"\x80\x02", PICKLE),
     (b"\x80\x03", PICKLE),
@@ -35,7 +33,7 @@ const MAGICS: &[(&[u8], &str)] = &[
     (b"\x1f\x8b", "a gzip archive; unpack it"),
 ];
 
-/// What a file beginning with `head` is, if it is a well-known kind of file other than safetensors.
+/// What a file beginning with `head` is, if it is a well-known kind of file that holds no readable weights.
 pub(super) fn recognise(head: &[u8]) -> Option<&'static str> {
     let text = head
         .strip_prefix(b"\xef\xbb\xbf")

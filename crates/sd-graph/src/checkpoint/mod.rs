@@ -1,14 +1,16 @@
 //! Weight files: which tensors they hold, and reading them.
 //!
 //! [`Checkpoint`] says what is accepted and what is refused. A format is a reader that turns an open file into checked
-//! [`TensorInfo`]s (`safetensors`, over `header`); everything else does not know formats. Nothing in a file is believed
-//! before it is checked, and no code here can panic on what a file says.
+//! [`TensorInfo`]s (`safetensors`, over `header`; `gguf`, over `gguf_cursor`); everything else does not know formats.
+//! Nothing in a file is believed before it is checked, and no code here can panic on what a file says.
 
 mod contents;
 mod error;
 mod file;
 mod folder;
 mod foreign;
+mod gguf;
+mod gguf_cursor;
 mod header;
 mod index_json;
 mod safetensors;
@@ -37,15 +39,16 @@ use error::shown;
 /// # What is accepted
 ///
 /// - One **safetensors** file, whatever its name.
+/// - One **GGUF** file of version 2 or 3, little-endian, whatever its name: it is known by its first four bytes.
 /// - The **index of a sharded checkpoint**, `*.safetensors.index.json` or any other `.json` with a `weight_map`.
 /// - A **folder** with exactly one of `diffusion_pytorch_model.safetensors`,
 ///   `diffusion_pytorch_model.safetensors.index.json`, `model.safetensors` and `model.safetensors.index.json`; or, with
-///   none of these, a single other `*.safetensors`. Hidden files do not count. A variant
+///   none of these, a single other `*.safetensors` or a single `*.gguf`. Hidden files do not count. A variant
 ///   (`model.fp16.safetensors`) is used only where it is opened by name, and a lone shard of several is not a checkpoint.
 /// - Links are followed, also out of the folder: download caches are made of them.
-/// - Every element type of the safetensors format, types below a byte included; scalars (shape `[]`); tensors without
-///   elements (a side of 0); files without tensors; any name, the empty one included; fields of an entry or an index
-///   that are not known.
+/// - Every element type of the safetensors format, types below a byte included, and every one of ggml; scalars (shape
+///   `[]`); tensors without elements (a side of 0); files without tensors; any name, the empty one included; fields of
+///   an entry or an index that are not known.
 ///
 /// # What is refused, beyond what cannot be read at all
 ///
@@ -61,7 +64,26 @@ use error::shown;
 /// | `__metadata__` that is not a map from texts to texts (`null` counts as none) | the format says so |
 /// | a shard outside the index's folder (`..`, absolute, with a backslash or colon) | an index must not reach other files |
 /// | a missing shard, or a shard without a tensor that the index puts there | the checkpoint is incomplete |
-/// | files of another kind: web pages, Git LFS pointers, PyTorch pickles, GGUF | named as what they are |
+/// | files of another kind: web pages, Git LFS pointers, PyTorch pickles | named as what they are |
+///
+/// What of this speaks of headers, names, types, shapes and ranges holds for GGUF too. There, besides:
+///
+/// | What | Decision |
+/// |---|---|
+/// | version 1, a version after 3, big-endian files | refused: none are published any more, not known, none are met |
+/// | metadata and list of tensors above 256 MB, more than a million entries or tensors, a count beyond the file | refused before memory is taken |
+/// | a key or name above 65535 bytes or not UTF-8, a metadata text that is not UTF-8 | refused; names above ggml's 63 bytes are accepted, and so is the empty one |
+/// | metadata numbers, truth values, texts, arrays of up to 16 numbers | kept as texts |
+/// | other arrays, texts above 64 KiB | skipped, and kept as `[151936 values]`, `[text of 70000 bytes]` |
+/// | arrays of arrays, truth values other than 0 and 1, unknown value types | refused: the format has none |
+/// | `general.alignment` that is no 32-bit power of two up to 1 MiB | refused: a large one would hide anything as padding |
+/// | more than 4 dimensions | refused: the format's limit |
+/// | rows of a quantised type that are not whole blocks | refused: the size would not be one |
+/// | data that does not begin at a multiple of the alignment | refused, as ggml does |
+/// | less than one alignment of bytes before a tensor or after the last one | accepted: padding, whatever is in it |
+/// | more than that | refused: bytes that belong to no tensor |
+/// | tensors whose data is in another order than the list, a file without its last padding | accepted: nothing depends on it |
+/// | one part of a split file | accepted when opened by name, and only what it holds; not as the weights of a folder |
 ///
 /// A tensor of a shard that the index does not name is accepted, as `transformers` and `diffusers` do: the index says
 /// which files there are, the files say what is in them; one warning counts such tensors. The sizes that an index
@@ -76,8 +98,8 @@ use error::shown;
 pub struct Checkpoint(Arc<Contents>);
 
 impl Checkpoint {
-    /// Opens a safetensors file, the index of a sharded checkpoint, or the folder of either, and checks all lists of
-    /// tensors; [`Checkpoint`] says what is accepted.
+    /// Opens a safetensors or GGUF file, the index of a sharded checkpoint, or the folder of one of them, and checks
+    /// all lists of tensors; [`Checkpoint`] says what is accepted.
     ///
     /// # Errors
     ///
@@ -178,7 +200,8 @@ impl Checkpoint {
         self.0.files.iter().map(|file| (file.path(), file.length()))
     }
 
-    /// The `__metadata__` texts of all files. Where shards disagree, the first in the order of
+    /// The metadata of all files: the `__metadata__` texts of safetensors files, and for GGUF files every entry as
+    /// text. Where shards disagree, the first in the order of
     /// [`files`](Checkpoint::files) is taken.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.0.metadata

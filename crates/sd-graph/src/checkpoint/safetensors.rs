@@ -58,7 +58,7 @@ fn header_text(file: &WeightFile) -> Result<Vec<u8>, CheckpointError> {
     if let Some(found) = recognise(head).or_else(|| recognise_text(head)) {
         return Err(CheckpointError::Foreign {
             file: path.to_owned(),
-            wanted: "a safetensors file",
+            wanted: "a safetensors or GGUF file",
             found,
         });
     }

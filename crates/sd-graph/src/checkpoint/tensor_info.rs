@@ -41,14 +41,27 @@ impl TensorInfo {
                 product.checked_mul(if side == 0 { zero } else { side as u64 })
             })
         };
-        let fits = size(&shape, 1)
-            .and_then(|elements| elements.checked_mul(stored.bits().into()))
-            .is_some();
+        // The limit of the smallest plain type, 4 bits, holds for quantised elements too.
+        let fits = size(&shape, 1).is_some_and(|elements| {
+            let bits = stored.bits().unwrap_or(4);
+            let blocks = stored
+                .block()
+                .map(|(len, bytes)| elements.div_ceil(len).checked_mul(bytes));
+            elements.checked_mul(bits.into()).is_some() && blocks != Some(None)
+        });
         let (Some(elements), true) = (size(&shape, 0), fits) else {
             return Err(format!(
                 "shape {shape:?} of type {stored} is impossible: its size overflows 64 bits"
             ));
         };
+        if let Some((len, _)) = stored.block() {
+            let row = shape.last().map_or(1, |&row| row as u64);
+            if !row.is_multiple_of(len) {
+                return Err(format!(
+                    "shape {shape:?} of type {stored} has rows of {row}, which are not whole blocks of {len}"
+                ));
+            }
+        }
         let Some(bytes) = stored.bytes(elements) else {
             return Err(format!(
                 "shape {shape:?} of type {stored} does not fill whole bytes"

@@ -3,6 +3,8 @@
 // Helpers are no tests to clippy.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod gguf;
+mod gguf_refused;
 mod mutations;
 mod reading;
 mod refused;

@@ -1,7 +1,9 @@
 //! Declaring against a checkpoint and loading from it.
 
 use safetensors::tensor::{Dtype, TensorView};
-use sd_backend::{Backend, BackendOptions, DType, Device};
+use sd_backend::{
+    Backend, BackendOptions, DType, Device, Ledger, MemoryBudget, MemoryBudgets, MemoryKind,
+};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Error, LoadOptions, Plan, Progress, Role, StoredType, load,
 };
@@ -61,12 +63,18 @@ fn what_was_declared_is_loaded_and_computed_with() {
 
             let mut events = 0;
             let mut count = |_: &Progress| events += 1;
-            let report = load(&checkpoint, &params, device, &Cancel::new(), &mut count).unwrap();
+            let ledger = Ledger::default();
+            let options = BackendOptions::default().threads(1).ledger(&ledger);
+            let mut backend = Backend::new(device, &options).unwrap();
+            let report = load(&checkpoint, &params, &backend, &Cancel::new(), &mut count).unwrap();
+            assert_eq!(
+                ledger.report(device).used.of(MemoryKind::Weights),
+                report.bytes
+            );
             assert_eq!(events, 2);
             assert!(weight.is_loaded() && report.bytes >= (weight.bytes() + gamma.bytes()) as u64);
             assert_eq!(report.converted > 0, bytes_converted);
 
-            let mut backend = Backend::new(device, &BackendOptions::default().threads(1)).unwrap();
             let mut plan = Plan::build(&backend, |g| {
                 let x = g.input::<f32>("x", [1, 3]) * g.param(&gamma);
                 g.output("y", x.matmul_transposed(g.param(&weight)));
@@ -144,14 +152,61 @@ fn a_cancelled_load_leaves_nothing_loaded() {
     let params = declarations.finish().unwrap();
     let cancel = Cancel::new();
     let mut cancel_after_one = |_: &Progress| cancel.cancel();
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
     let error = load(
         &checkpoint,
         &params,
-        Device::cpu().unwrap(),
+        &backend,
         &cancel,
         &mut cancel_after_one,
     )
     .unwrap_err();
     assert!(error.is_cancelled());
     assert!(!weight.is_loaded());
+    assert_eq!(backend.ledger().report(backend.device()).used.total(), 0);
+}
+
+#[test]
+fn a_budget_holds_for_weights_and_plans() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::open(file(folder.path())).unwrap();
+    let device = Device::cpu().unwrap();
+    for (budget, weights_fit) in [(63, false), (64, true)] {
+        let ledger = Ledger::new(MemoryBudgets::every(MemoryBudget::Bytes(budget)));
+        let backend = Backend::new(device, &BackendOptions::default().ledger(&ledger)).unwrap();
+        let declarations = Declarations::new(&checkpoint, LoadOptions::default());
+        let root = declarations.root();
+        let weight = root.param("layer.weight", [2, 3], Role::Matrix);
+        root.param("norm.gamma", [3], Role::Vector);
+        root.ignore("counter");
+        let params = declarations.finish().unwrap();
+        let outcome = load(
+            &checkpoint,
+            &params,
+            &backend,
+            &Cancel::new(),
+            &mut |_: &Progress| {},
+        );
+        assert_eq!(outcome.is_ok(), weights_fit, "{budget}");
+        if let Err(error) = outcome {
+            assert!(error.is_out_of_memory());
+            assert!(
+                error.to_string().contains("of the budget of 63 B"),
+                "{error}"
+            );
+        } else {
+            let error = Plan::build(&backend, |g| {
+                g.output(
+                    "y",
+                    g.input::<f32>("x", [1, 3])
+                        .matmul_transposed(g.param(&weight)),
+                );
+            })
+            .unwrap_err();
+            assert!(error.is_out_of_memory(), "{error}");
+            assert_eq!(ledger.report(device).used.total(), 64);
+        }
+        drop((params, weight));
+        assert_eq!(ledger.report(device).used.total(), 0);
+    }
 }

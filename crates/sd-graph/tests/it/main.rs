@@ -8,7 +8,9 @@
 )]
 
 mod checkpoint;
+mod gguf_file;
 mod loading;
 mod ops;
 mod plans;
+mod quantized;
 mod reference;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use sd_backend::{Backend, Device};
+use sd_backend::Backend;
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Estimate, LoadOptions, LoadReport, Param, PlanCache,
     Reporter, Scope, load,
@@ -140,13 +140,13 @@ impl QwenImage21 {
         })
     }
 
-    /// Brings all weights into the memory of `device`.
+    /// Brings all weights into the memory of the device of `backend`, on its account.
     ///
     /// # Errors
     /// Memory, files, or a cancelled run.
     pub fn load(
         &mut self,
-        device: Device,
+        backend: &Backend,
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<LoadReport> {
@@ -157,7 +157,7 @@ impl QwenImage21 {
             (&self.vae.checkpoint, &self.vae.params),
         ];
         for (checkpoint, params) in parts {
-            let report = load(checkpoint, params, device, cancel, progress)?;
+            let report = load(checkpoint, params, backend, cancel, progress)?;
             total.bytes += report.bytes;
             total.converted += report.converted;
         }
@@ -309,7 +309,31 @@ impl QwenImage21 {
         Ok(picture)
     }
 
-    /// What decoding a `height x width` latent would need.
+    /// What a `height x width` latent with `tokens` of text needs, stage by stage, without allocating anything.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn estimate(
+        &self,
+        backend: &Backend,
+        tokens: usize,
+        (height, width): (usize, usize),
+    ) -> Result<StageEstimates> {
+        let text_tokens = tokens + self.prompts.system_tokens();
+        let layout = Layout::text_to_image(tokens, height, width);
+        Ok(StageEstimates {
+            encode: Estimate::of(backend, |g| {
+                let ids = g.input::<i32>("token_ids", [text_tokens]);
+                g.output("hidden", self.text_encoder.module.forward(g, ids));
+            })?,
+            denoise: Estimate::of(backend, |g| {
+                transformer_graph(g, &self.transformer.module, &layout)
+            })?,
+            decode: self.estimate_decode(backend, (height, width))?,
+        })
+    }
+
+    /// What decoding a `height x width` latent needs.
     ///
     /// # Errors
     /// The engine's.
@@ -322,6 +346,47 @@ impl QwenImage21 {
             let z = g.input::<f32>("z", [1, self.vae_config.z_dim, height, width]);
             g.output("picture", self.vae.module.forward(z));
         })?)
+    }
+
+    /// Bytes of weights by part, in the order in which they are used.
+    pub fn weight_bytes_by_part(&self) -> [(&'static str, u64); 3] {
+        let bytes = |params: &[Param]| params.iter().map(|param| param.bytes() as u64).sum();
+        [
+            ("text encoder", bytes(&self.text_encoder.params)),
+            ("transformer", bytes(&self.transformer.params)),
+            ("vae decoder", bytes(&self.vae.params)),
+        ]
+    }
+
+    /// Gives up all plans and the memory they compute in; they are built again when needed.
+    pub fn drop_plans(&mut self) {
+        self.text_plans.clear();
+        self.transformer_plans.clear();
+        self.vae_plans.clear();
+    }
+}
+
+/// What each stage of making a picture needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StageEstimates {
+    /// The text encoder, once for each prompt.
+    pub encode: Estimate,
+    /// The transformer, once or twice for each step.
+    pub denoise: Estimate,
+    /// The VAE's decoder, once.
+    pub decode: Estimate,
+}
+
+impl StageEstimates {
+    /// Bytes of the stage that needs most, beside the weights.
+    pub fn peak_bytes(&self) -> u64 {
+        let bytes = |estimate: &Estimate| estimate.compute_bytes + estimate.constant_bytes;
+        [&self.encode, &self.denoise, &self.decode]
+            .map(bytes)
+            .into_iter()
+            .max()
+            .unwrap_or(0)
     }
 }
 

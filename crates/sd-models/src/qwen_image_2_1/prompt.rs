@@ -89,6 +89,11 @@ impl PromptTokenizer {
         })
     }
 
+    /// Tokens of the system message, whose hidden states are dropped.
+    pub fn system_tokens(&self) -> usize {
+        self.system_tokens
+    }
+
     fn ids(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self
             .tokenizer

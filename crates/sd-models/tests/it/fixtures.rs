@@ -137,18 +137,16 @@ pub(crate) fn on_all_devices<M>(weights: &Path, new: impl Fn(&Scope<'_>) -> M) -
                 Declarations::new(&checkpoint, LoadOptions::default().convert_to(DType::F32));
             let module = new(&declarations.root());
             let params = declarations.finish().unwrap();
+            let backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
             load(
                 &checkpoint,
                 &params,
-                device,
+                &backend,
                 &Cancel::new(),
                 &mut |_: &Progress| {},
             )
             .unwrap();
-            Loaded {
-                module,
-                backend: Backend::new(device, &BackendOptions::default().threads(2)).unwrap(),
-            }
+            Loaded { module, backend }
         })
         .collect()
 }

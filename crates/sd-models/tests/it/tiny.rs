@@ -42,7 +42,9 @@ fn recorded_runs_are_repeated_step_by_step() {
         let device = Device::cpu().unwrap();
         let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
         let cancel = Cancel::new();
-        model.load(device, &cancel, &mut |_: &Progress| {}).unwrap();
+        model
+            .load(&backend, &cancel, &mut |_: &Progress| {})
+            .unwrap();
 
         let condition = model
             .encode(&mut backend, facts["prompt"].as_str().unwrap(), &cancel)

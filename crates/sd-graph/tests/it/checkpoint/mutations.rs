@@ -52,7 +52,7 @@ fn damaged(valid: &[u8], header: usize) -> Vec<(String, Vec<u8>)> {
 }
 
 /// Puts `bytes` in place of what `file` holds. A file written anew each time would be waited for by some file systems.
-fn put(file: &mut File, bytes: &[u8]) {
+pub(super) fn put(file: &mut File, bytes: &[u8]) {
     file.rewind().unwrap();
     file.write_all(bytes).unwrap();
     file.set_len(bytes.len() as u64).unwrap();

@@ -7,7 +7,12 @@ use super::{folder, index, raw, written};
 
 /// Opens `open` in a folder of `files` and expects an error that begins with the file and contains `expected`.
 #[track_caller]
-fn refused<B: AsRef<[u8]>>(what: &str, files: &[(&str, B)], open: &str, expected: &[&str]) {
+pub(super) fn refused<B: AsRef<[u8]>>(
+    what: &str,
+    files: &[(&str, B)],
+    open: &str,
+    expected: &[&str],
+) {
     let folder = folder(files.iter().map(|(name, bytes)| (*name, bytes)));
     let error = match Checkpoint::open(folder.path().join(open)) {
         Ok(checkpoint) => panic!("{what}: opened as {checkpoint:?}"),
@@ -66,11 +71,10 @@ fn files_that_are_not_whole_or_not_safetensors() {
         ("header above the limit", &prefix(100_000_001, b"{}"), &["a header of 100000001 bytes, more than"]),
         ("header at the limit", &prefix(100_000_000, b"{}"), &["ends after 10 of at least 100000008 bytes"]),
         ("header beyond the file", &prefix(100, b"garbage"), &["a header of 100 bytes, beyond the file's 15", "damaged"]),
-        ("web page", b"\n<!DOCTYPE html><html>", &["expected a safetensors file, but this is a web page"]),
+        ("web page", b"\n<!DOCTYPE html><html>", &["expected a safetensors or GGUF file, but this is a web page"]),
         ("bare web page", b"<HTML><body>404", &["but this is a web page"]),
         ("XML", b"<?xml version='1.0'?><Error>", &["but this is an XML text"]),
         ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:", &["Git LFS pointer", "`git lfs pull`"]),
-        ("GGUF", b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0", &["but this is a GGUF file"]),
         ("PyTorch", &zip, &["but this is a zip archive", "PyTorch", "convert it to safetensors"]),
         ("pickle", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", &["but this is a Python pickle", "convert it"]),
         ("JSON", br#"{"weight_map":{}}"#, &["but this is a JSON text"]),
@@ -226,7 +230,7 @@ fn indexes_that_do_not_fit_their_shards() {
         ("no name", put(""), &b, &["tensor `b`: ", "a file name is missing"]),
         ("long name", put(&long), &b, &["tensor `b`: ", "… (5000 bytes)`", "no file name is that long"]),
         ("a folder as shard", put("in"), &b, &["in: this is a folder where a file is needed"]),
-        ("the index as shard", put("i.json"), &b, &["i.json: expected a safetensors file, but this is a JSON text"]),
+        ("the index as shard", put("i.json"), &b, &["i.json: expected a safetensors or GGUF file, but this is a JSON text"]),
         ("shard without the tensor", put(two), &a[..0], &["two.safetensors: the file is empty"]),
         ("tensor nowhere", index(&[("a", one), ("b", two), ("c", two)]), &b, &["i.json: tensor `c`: the index puts it into the shard two.safetensors, which does not have it"]),
         ("tensor in the other shard", index(&[("a", two), ("b", one)]), &b, &["i.json: tensor `a`: the index puts it into the shard two.safetensors"]),

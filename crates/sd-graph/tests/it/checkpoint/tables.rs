@@ -51,6 +51,11 @@ fn a_table_that_no_file_could_hold_is_refused() {
         (&[("a", StoredType::F32, &[huge, 0, huge])], "tensor `a`: shape [4294967296, 0, 4294967296] of type F32 is impossible"),
         (&[("a", StoredType::F64, &[1 << 61])], "tensor `a`: shape"),
         (&[("a", StoredType::F4, &[3])], "tensor `a`: shape [3] of type F4 does not fill whole bytes"),
+        (&[("a", StoredType::Q8_0, &[64, 33])], "tensor `a`: shape [64, 33] of type q8_0 has rows of 33, which are not whole blocks of 32"),
+        (&[("a", StoredType::Q8_0, &[])], "tensor `a`: shape [] of type q8_0 has rows of 1"),
+        (&[("a", StoredType::Q1_0, &[8, 1 << 60])], "tensor `a`: shape [8, 1152921504606846976] of type q1_0 is impossible"),
+        (&[("a", StoredType::Q8_0, &[1 << 61, 0, 32])], "is impossible"),
+        (&[("a", StoredType::Q8_0, &[4, 0, 32]), ("b", StoredType::Iq4Nl, &[32])], ""),
         (&[("a", StoredType::U8, &[1; 65])], "tensor `a`: it has 65 dimensions, more than the 64"),
         (&[("a", StoredType::U8, &[1]), ("b", StoredType::U8, &[1]), ("a", StoredType::U8, &[1])], "tensor `a`: the table names it twice"),
         (&[("a", StoredType::U8, &[1 << 60]), ("b", StoredType::F4, &[1 << 61]), ("c", StoredType::F4, &[1 << 61])], ""),
@@ -83,13 +88,21 @@ fn stored_types_have_the_names_of_the_format() {
         assert_eq!(stored.name().to_lowercase().parse(), Ok(*stored));
         assert_eq!(format!("{stored:>6}"), format!("{:>6}", stored.name()));
     }
-    assert_eq!(EVERY_TYPE.len(), StoredType::ALL.len());
+    let plain = StoredType::ALL
+        .iter()
+        .filter(|stored| !stored.is_quantized());
+    assert_eq!(EVERY_TYPE.len(), plain.count());
     for &(_, dtype, _) in EVERY_TYPE {
         let stored: StoredType = dtype.to_string().parse().unwrap();
-        assert_eq!(stored.bits() as usize, dtype.bitsize(), "{stored}");
+        assert_eq!(stored.bits(), Some(dtype.bitsize() as u32), "{stored}");
     }
     assert!("F31".parse::<StoredType>().is_err() && "".parse::<StoredType>().is_err());
     assert_eq!(StoredType::F4.bytes(3), None);
     assert_eq!(StoredType::F4.bytes(4), Some(2));
     assert_eq!(StoredType::F64.bytes(u64::MAX / 8), None);
+    assert_eq!(StoredType::Q4K.bits(), None);
+    assert_eq!(StoredType::Q4K.block(), Some((256, 144)));
+    assert_eq!(StoredType::Q4K.bytes(512), Some(288));
+    assert_eq!(StoredType::Q4K.bytes(511), None);
+    assert_eq!(StoredType::Q8_0.bytes(u64::MAX / 32 * 32), None);
 }

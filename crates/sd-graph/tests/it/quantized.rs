@@ -1,0 +1,216 @@
+//! Quantised weights: multiplied as they are, turned into floating point, or refused.
+
+use std::path::Path;
+
+use sd_backend::{Backend, BackendOptions, DType, Device};
+use sd_ggml_sys as sys;
+use sd_graph::{
+    Cancel, Checkpoint, Declarations, LoadOptions, Plan, Progress, Role, StoredType, load,
+};
+
+use crate::gguf_file::{Given, written};
+
+/// Numbers between -1 and 1, different ones for every `seed`.
+fn numbers(count: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        f64::from(state) / f64::from(u32::MAX) * 2.0 - 1.0
+    };
+    (0..count).map(|_| next() as f32).collect()
+}
+
+/// Blocks of the type `dtype` that stand for rows of `row` numbers, and what ggml makes of them again.
+fn quantized(dtype: DType, values: &[f32], row: usize) -> (Vec<u8>, Vec<f32>) {
+    let rows = values.len() / row;
+    let mut blocks = vec![0_u64; (rows * dtype.row_bytes(row).unwrap()).div_ceil(8)];
+    let mut back = vec![0_f32; values.len()];
+    // SAFETY: the types of these tests need no importance matrix; `row` is whole blocks, `blocks` has room for all
+    // rows and is aligned for any block, `back` for as many numbers as were quantised.
+    let written = unsafe {
+        let written = sys::ggml_quantize_chunk(
+            dtype.to_ggml(),
+            values.as_ptr(),
+            blocks.as_mut_ptr().cast(),
+            0,
+            rows as i64,
+            row as i64,
+            std::ptr::null(),
+        );
+        let traits = &*sys::ggml_get_type_traits(dtype.to_ggml());
+        let to_float = traits.to_float.unwrap();
+        to_float(
+            blocks.as_ptr().cast(),
+            back.as_mut_ptr(),
+            values.len() as i64,
+        );
+        written
+    };
+    let mut bytes: Vec<u8> = blocks.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    bytes.truncate(written);
+    (bytes, back)
+}
+
+fn open(folder: &Path, given: &[Given<'_>]) -> Checkpoint {
+    let path = folder.join("model.gguf");
+    std::fs::write(&path, written(3, 32, &[], given)).unwrap();
+    Checkpoint::open(path).unwrap()
+}
+
+fn quantized_types() -> Vec<DType> {
+    let all = DType::ALL.iter().copied();
+    all.filter(|dtype| dtype.is_quantized()).collect()
+}
+
+fn options(convert: Option<DType>) -> LoadOptions {
+    convert.map_or(LoadOptions::default(), |dtype| {
+        LoadOptions::default().convert_to(dtype)
+    })
+}
+
+#[test]
+fn a_quantised_matrix_multiplies_as_its_numbers_do() {
+    const ROWS: usize = 5;
+    const SIDE: usize = 512;
+    let folder = tempfile::tempdir().unwrap();
+    let x = numbers(2 * SIDE, 1);
+    for dtype in quantized_types() {
+        let (bytes, weights) = quantized(dtype, &numbers(ROWS * SIDE, 2), SIDE);
+        let given: Given<'_> = ("w", &[ROWS, SIDE], dtype.to_ggml(), bytes);
+        let checkpoint = open(folder.path(), &[given]);
+        for convert in [None, Some(DType::F32), Some(DType::F16)] {
+            let declarations = Declarations::new(&checkpoint, options(convert));
+            let weight = declarations.root().param("w", [ROWS, SIDE], Role::Matrix);
+            let params = declarations.finish().unwrap();
+            assert_eq!(weight.dtype(), convert.unwrap_or(dtype));
+
+            let device = Device::cpu().unwrap();
+            let mut backend = Backend::new(device, &BackendOptions::default().threads(1)).unwrap();
+            let report = load(
+                &checkpoint,
+                &params,
+                &backend,
+                &Cancel::new(),
+                &mut |_: &Progress| {},
+            )
+            .unwrap();
+            let converted = convert.map_or(0, |_| weight.bytes() as u64);
+            assert_eq!(report.converted, converted);
+            let mut plan = Plan::build(&backend, |g| {
+                let x = g.input::<f32>("x", [2, SIDE]);
+                g.output("y", x.matmul_transposed(g.param(&weight)));
+            })
+            .unwrap();
+            plan.set("x", &x).unwrap();
+            plan.run(&mut backend, &Cancel::new()).unwrap();
+            let y = plan.read::<f32>("y").unwrap();
+
+            // ggml rounds `x`, which is at most 1, to 8 bits (steps of 1/127, half of one lost, and a scale in half
+            // precision), or both to half precision; F32 loses only in the sum.
+            let lost = match weight.dtype() {
+                DType::F32 => 1e-6,
+                DType::F16 => 2.0 / 2048.0,
+                _ => 0.5 / 127.0 + 1.0 / 2048.0,
+            };
+            for (at, &is) in y.iter().enumerate() {
+                let row = &weights[at % ROWS * SIDE..][..SIDE];
+                let x = &x[at / ROWS * SIDE..][..SIDE];
+                let pairs = || {
+                    row.iter()
+                        .zip(x)
+                        .map(|(&w, &x)| (f64::from(w), f64::from(x)))
+                };
+                let wanted: f64 = pairs().map(|(w, x)| w * x).sum();
+                let room = lost * pairs().map(|(w, _)| w.abs()).sum::<f64>();
+                let error = (f64::from(is) - wanted).abs();
+                assert!(
+                    error <= room,
+                    "{dtype} as {}: {is}, not {wanted}",
+                    weight.dtype()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_come_back_exactly_also_from_tensors_of_many_pieces() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = Device::cpu().unwrap();
+    for (dtype, rows, side) in [
+        (DType::Q4_0, 3, 96),
+        (DType::Q5_1, 1, 32),
+        (DType::Q6K, 3, 256),
+        // More than the 2^21 elements that are brought into memory at once.
+        (DType::Q8_0, 16_400, 160),
+        (DType::Q4K, 8_200, 256),
+    ] {
+        let (bytes, wanted) = quantized(dtype, &numbers(rows * side, 3), side);
+        let given: Given<'_> = ("w", &[rows, side], dtype.to_ggml(), bytes);
+        let checkpoint = open(folder.path(), &[given]);
+        let declarations = Declarations::new(&checkpoint, LoadOptions::default());
+        let weight = declarations.root().param("w", [rows, side], Role::Vector);
+        let params = declarations.finish().unwrap();
+        assert_eq!(weight.dtype(), DType::F32);
+        let mut backend = Backend::new(device, &BackendOptions::default().threads(1)).unwrap();
+        load(
+            &checkpoint,
+            &params,
+            &backend,
+            &Cancel::new(),
+            &mut |_: &Progress| {},
+        )
+        .unwrap();
+        let mut plan = Plan::build(&backend, |g| {
+            let ones = g.input::<f32>("x", [rows, side]);
+            g.output("y", ones * g.param(&weight));
+        })
+        .unwrap();
+        plan.set("x", &vec![1.0_f32; rows * side]).unwrap();
+        plan.run(&mut backend, &Cancel::new()).unwrap();
+        assert!(plan.read::<f32>("y").unwrap() == wanted, "{dtype}");
+    }
+}
+
+#[test]
+fn types_and_shapes_that_cannot_serve_are_told() {
+    let table = |stored: StoredType, shape: [usize; 2]| {
+        Checkpoint::from_table("t", [("w".to_owned(), stored, shape.to_vec())]).unwrap()
+    };
+    // What the parameter becomes, or the reason why it cannot.
+    type Case<'a> = (
+        StoredType,
+        &'a [usize],
+        Role,
+        Option<DType>,
+        Result<DType, &'a str>,
+    );
+    #[rustfmt::skip]
+    let cases: &[Case<'_>] = &[
+        (StoredType::Q8_0, &[1, 256], Role::Matrix, None, Ok(DType::Q8_0)),
+        (StoredType::Q4K, &[1, 256], Role::Matrix, None, Ok(DType::Q4K)),
+        (StoredType::Q8_0, &[256], Role::Matrix, None, Ok(DType::Q8_0)),
+        (StoredType::Q8_0, &[256, 1], Role::Matrix, None, Err("w ([1, 256] instead of [256, 1])")),
+        (StoredType::Q8_0, &[256, 1], Role::Matrix, Some(DType::F16), Ok(DType::F16)),
+        (StoredType::Q8_0, &[256], Role::Vector, None, Ok(DType::F32)),
+        (StoredType::Q8_0, &[256, 1], Role::Vector, Some(DType::F16), Ok(DType::F32)),
+        (StoredType::Q8_0, &[256, 1], Role::Kernel, None, Ok(DType::F32)),
+        (StoredType::Q8_0, &[1, 256], Role::Kernel, Some(DType::F16), Ok(DType::F16)),
+        (StoredType::Iq4Nl, &[1, 256], Role::Matrix, None, Err("1 of a type that cannot be used: w (iq4_nl)")),
+        (StoredType::Mxfp4, &[1, 256], Role::Matrix, Some(DType::F32), Err("w (mxfp4)")),
+        (StoredType::Q8_1, &[1, 256], Role::Matrix, None, Err("w (q8_1)")),
+        (StoredType::I8, &[1, 256], Role::Matrix, None, Err("w (I8)")),
+    ];
+    for (stored, shape, role, convert, expected) in cases {
+        let checkpoint = table(*stored, [1, 256]);
+        let declarations = Declarations::new(&checkpoint, options(*convert));
+        let param = declarations.root().param("w", shape, *role);
+        match (declarations.finish(), expected) {
+            (Ok(_), Ok(dtype)) => assert_eq!(param.dtype(), *dtype, "{stored} {role:?}"),
+            (Err(error), Err(text)) => assert!(error.to_string().contains(text), "{error}"),
+            (is, _) => panic!("{stored} {shape:?} {role:?}: {is:?}"),
+        }
+    }
+}
