@@ -1,5 +1,6 @@
 //! Diffusion models on ggml: what each computes, in the words of its paper, and how a picture is made.
 
+mod builder;
 mod config;
 mod error;
 mod image;
@@ -9,13 +10,15 @@ pub mod noise;
 mod pipeline;
 pub mod qwen3_vl;
 pub mod qwen_image_2_1;
+mod request;
 pub mod rope;
 mod schedule;
 
+pub use builder::{MemoryPlan, PipelineBuilder};
 pub use error::{Error, Result};
 pub use image::Image;
 pub use model_index::ModelIndex;
-pub use pipeline::{
-    Condition, Defaults, GenerateReport, MemoryPlan, Pipeline, PipelineBuilder, Request,
-};
+pub use pipeline::Pipeline;
+pub use qwen_image_2_1::Condition;
+pub use request::{Defaults, GenerateReport, Request};
 pub use schedule::{FlowMatchEuler, Schedule, TimeShift};

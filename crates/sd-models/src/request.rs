@@ -1,0 +1,156 @@
+//! What to make, with which settings, and what making it took.
+
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::image::Image;
+use crate::qwen_image_2_1::{Condition, SIZE_MULTIPLE};
+
+/// Most pixels along a side: where rotary tables of the reference end.
+pub(crate) const LARGEST_SIDE: usize = 16_384;
+
+/// What a checkpoint's author recommends, from the optional file `sd-defaults.json` beside `model_index.json`; where it
+/// is silent, the reference pipeline's own defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Defaults {
+    /// Width in pixels.
+    pub width: usize,
+    /// Height in pixels.
+    pub height: usize,
+    /// Steps.
+    pub steps: usize,
+    /// Guidance scale; 1 is none.
+    pub guidance: f32,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Defaults {
+            width: 1024,
+            height: 1024,
+            steps: 40,
+            guidance: 1.0,
+        }
+    }
+}
+
+/// What to make of an encoded prompt.
+#[derive(Debug, Clone)]
+pub struct Request<'c> {
+    pub(crate) condition: &'c Condition,
+    pub(crate) negative: Option<&'c Condition>,
+    pub(crate) width: Option<usize>,
+    pub(crate) height: Option<usize>,
+    pub(crate) steps: Option<usize>,
+    pub(crate) guidance: Option<f32>,
+    pub(crate) seed: u64,
+}
+
+/// What making a picture took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct GenerateReport {
+    /// Width in pixels, after rounding down to the model's multiple.
+    pub width: usize,
+    /// Height in pixels, after rounding down to the model's multiple.
+    pub height: usize,
+    /// Steps that were taken.
+    pub steps: usize,
+    /// Guidance scale that was used.
+    pub guidance: f32,
+    /// Seed of the starting noise.
+    pub seed: u64,
+    /// Time for the transformer's calls, the building of their plans included.
+    pub denoise: Duration,
+    /// Time for the decoder, the building of its plan included.
+    pub decode: Duration,
+    /// Bytes that weights take.
+    pub weight_bytes: u64,
+    /// Bytes that plans hold for what they compute.
+    pub compute_bytes: u64,
+}
+
+impl<'c> Request<'c> {
+    /// A picture of `condition` with the model's default settings and seed 0.
+    pub fn new(condition: &'c Condition) -> Request<'c> {
+        Request {
+            condition,
+            negative: None,
+            width: None,
+            height: None,
+            steps: None,
+            guidance: None,
+            seed: 0,
+        }
+    }
+
+    /// What the picture should not be. Used where guidance is above 1; without it, the empty prompt is.
+    pub fn negative(mut self, condition: &'c Condition) -> Self {
+        self.negative = Some(condition);
+        self
+    }
+
+    /// Width and height in pixels; rounded down to the model's multiple, as its users expect.
+    pub fn size(mut self, width: usize, height: usize) -> Self {
+        (self.width, self.height) = (Some(width), Some(height));
+        self
+    }
+
+    /// Number of steps. Ignored by models whose author fixed the schedule.
+    pub fn steps(mut self, steps: usize) -> Self {
+        self.steps = Some(steps);
+        self
+    }
+
+    /// Classifier-free guidance: how far to go beyond the condition, away from the negative. 1 is none.
+    pub fn guidance(mut self, guidance: f32) -> Self {
+        self.guidance = Some(guidance);
+        self
+    }
+
+    /// Seed of the starting noise; the same as PyTorch's on a processor, so only its lower 32 bits matter.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+}
+
+/// A size as the model can make it: sides rounded down to its multiple, with a warning.
+pub(crate) fn rounded((width, height): (usize, usize)) -> Result<(usize, usize)> {
+    let possible = SIZE_MULTIPLE..=LARGEST_SIDE;
+    if !possible.contains(&width) || !possible.contains(&height) {
+        return Err(Error::Size {
+            width,
+            height,
+            limit: LARGEST_SIDE,
+        });
+    }
+    let round = |side: usize| side / SIZE_MULTIPLE * SIZE_MULTIPLE;
+    let size = (round(width), round(height));
+    if size != (width, height) {
+        tracing::warn!(
+            "{width}x{height} is rounded down to {}x{}: sides are multiples of {SIZE_MULTIPLE} pixels",
+            size.0,
+            size.1
+        );
+    }
+    Ok(size)
+}
+
+/// Writes beside the pixels what they were made from, in the form that other tools read.
+pub(crate) fn describe(image: &mut Image, request: &Request<'_>, report: &GenerateReport) {
+    let negative = request.negative.map_or("", |negative| negative.prompt());
+    let mut parameters = request.condition.prompt().to_owned();
+    if report.guidance > 1.0 {
+        parameters.push_str(&format!("\nNegative prompt: {negative}"));
+    }
+    parameters.push_str(&format!(
+        "\nSteps: {}, Sampler: Euler, CFG scale: {}, Seed: {}, Size: {}x{}, Model: Qwen-Image 2.1",
+        report.steps, report.guidance, report.seed, report.width, report.height
+    ));
+    image.add_text("parameters", parameters);
+    image.add_text("Software", concat!("sd ", env!("CARGO_PKG_VERSION")));
+}
