@@ -139,7 +139,8 @@ pub fn broadcast(a: Shape, b: Shape) -> Rule {
     Ok(a)
 }
 
-/// `x [.., m, k] * w [.., n, k]` transposed `-> [.., m, n]`; outer dimensions of `w` must divide those of `x`.
+/// `x [.., m, k] * w [.., n, k]` transposed `-> [.., m, n]`; the third dimension from the inside of `w` must divide that of
+/// `x`, the fourth be the same.
 pub fn matmul_transposed(x: Shape, w: Shape) -> Rule {
     if w.rank() < 2 {
         return Err("the second factor needs two dimensions".into());
@@ -154,10 +155,15 @@ pub fn matmul_transposed(x: Shape, w: Shape) -> Rule {
     }
     let rank = x.rank().max(w.rank());
     for index in 2..rank {
-        if !x.inner_size(index).is_multiple_of(w.inner_size(index)) {
+        let (have, want) = (w.inner_size(index), x.inner_size(index));
+        if !want.is_multiple_of(have) {
             return Err(
                 "outer dimensions of the second factor do not divide those of the first".into(),
             );
+        }
+        // Vulkan shares a factor along the third dimension only; the same holds everywhere, so that graphs do.
+        if index > 2 && have != want {
+            return Err("the outermost of four dimensions must be the same in both factors".into());
         }
     }
     let mut dims = [1; MAX_RANK];
@@ -366,6 +372,20 @@ mod tests {
             None
         );
         assert_eq!(dims(matmul_transposed(shape(&[5, 4]), shape(&[4]))), None);
+        assert_eq!(
+            dims(matmul_transposed(
+                shape(&[2, 6, 5, 4]),
+                shape(&[2, 3, 7, 4])
+            )),
+            Some(vec![2, 6, 5, 7])
+        );
+        assert_eq!(
+            dims(matmul_transposed(
+                shape(&[2, 3, 5, 4]),
+                shape(&[1, 3, 7, 4])
+            )),
+            None
+        );
     }
 
     #[test]

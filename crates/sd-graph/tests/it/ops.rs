@@ -196,7 +196,7 @@ fn matrix_products() {
         (vec![1, 32], vec![3, 32]),
         (vec![2, 5, 31], vec![7, 31]),
         (vec![6, 5, 16], vec![2, 4, 16]),
-        (vec![2, 3, 5, 8], vec![1, 3, 4, 8]),
+        (vec![2, 6, 5, 8], vec![2, 3, 4, 8]),
     ] {
         let (x, w) = (random(&x, 9), random(&w, 10));
         let name = format!("product of {:?} and {:?}", x.dims, w.dims);
