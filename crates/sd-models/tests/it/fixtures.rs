@@ -159,6 +159,9 @@ impl<M> Loaded<M> {
         ids: &[(&str, &[i32])],
         build: impl for<'g> FnOnce(&M, Graph<'g>) -> Tensor<'g>,
     ) -> Vec<f32> {
+        // A backend for each graph: Mesa's software driver (22.3) crashes when buffers were freed between two graphs.
+        self.backend =
+            Backend::new(self.backend.device(), &BackendOptions::default().threads(2)).unwrap();
         let mut plan = Plan::build(&self.backend, |g| {
             g.output("result", build(&self.module, g))
         })
