@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use sd_backend::Backend;
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, LoadOptions, LoadReport, Param, PlanCache,
+    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, LoadReport, Param, PlanCache,
     Reporter, Scope, load,
 };
 use serde::Deserialize;
@@ -166,15 +166,9 @@ impl QwenImage21 {
 
     /// Bytes that all weights take in memory.
     pub fn weight_bytes(&self) -> u64 {
-        let parts = [
-            &self.text_encoder.params,
-            &self.transformer.params,
-            &self.vae.params,
-        ];
-        parts
-            .into_iter()
-            .flatten()
-            .map(|param| param.bytes() as u64)
+        self.weight_bytes_by_part()
+            .iter()
+            .map(|(_, bytes)| bytes)
             .sum()
     }
 
@@ -225,8 +219,7 @@ impl QwenImage21 {
         let tokens = tokenized.ids.len();
         let module = &self.text_encoder.module;
         let plan = self.text_plans.get_or_build(tokens, backend, |g| {
-            let ids = g.input::<i32>("token_ids", [tokens]);
-            g.output("hidden", module.forward(g, ids));
+            text_graph(g, module, tokens);
         })?;
         plan.set("token_ids", &tokenized.ids)?;
         plan.run(backend, cancel)?;
@@ -297,8 +290,7 @@ impl QwenImage21 {
         }
         let module = &self.vae.module;
         let plan = self.vae_plans.get_or_build((height, width), backend, |g| {
-            let z = g.input::<f32>("z", [1, channels, height, width]);
-            g.output("picture", module.forward(z));
+            decoder_graph(g, module, [1, channels, height, width]);
         })?;
         plan.set("z", &z)?;
         plan.run(backend, cancel)?;
@@ -323,29 +315,19 @@ impl QwenImage21 {
         let layout = Layout::text_to_image(tokens, height, width);
         Ok(StageEstimates {
             encode: Estimate::of(backend, |g| {
-                let ids = g.input::<i32>("token_ids", [text_tokens]);
-                g.output("hidden", self.text_encoder.module.forward(g, ids));
+                text_graph(g, &self.text_encoder.module, text_tokens);
             })?,
             denoise: Estimate::of(backend, |g| {
                 transformer_graph(g, &self.transformer.module, &layout)
             })?,
-            decode: self.estimate_decode(backend, (height, width))?,
+            decode: Estimate::of(backend, |g| {
+                decoder_graph(
+                    g,
+                    &self.vae.module,
+                    [1, self.vae_config.z_dim, height, width],
+                );
+            })?,
         })
-    }
-
-    /// What decoding a `height x width` latent needs.
-    ///
-    /// # Errors
-    /// The engine's.
-    pub fn estimate_decode(
-        &self,
-        backend: &Backend,
-        (height, width): (usize, usize),
-    ) -> Result<Estimate> {
-        Ok(Estimate::of(backend, |g| {
-            let z = g.input::<f32>("z", [1, self.vae_config.z_dim, height, width]);
-            g.output("picture", self.vae.module.forward(z));
-        })?)
     }
 
     /// Bytes of weights by part, in the order in which they are used.
@@ -390,7 +372,16 @@ impl StageEstimates {
     }
 }
 
-fn transformer_graph(g: sd_graph::Graph<'_>, module: &Transformer, layout: &Layout) {
+fn text_graph(g: Graph<'_>, module: &TextModel, tokens: usize) {
+    let ids = g.input::<i32>("token_ids", [tokens]);
+    g.output("hidden", module.forward(g, ids));
+}
+
+fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, z: [usize; 4]) {
+    g.output("picture", module.forward(g.input::<f32>("z", z)));
+}
+
+fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout) {
     let config = module.config();
     let latents = g.input::<f32>("latents", [layout.image_tokens(), config.in_channels]);
     let text = g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);

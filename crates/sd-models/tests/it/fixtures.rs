@@ -176,8 +176,7 @@ impl<M> Loaded<M> {
         plan.read("result").unwrap()
     }
 
-    /// Largest absolute error that a comparison in single precision allows here: `processor` on the processor. Other
-    /// devices may multiply in half precision; they are held to a looser bound by [`Loaded::relative_tolerance`].
+    /// Whether products are summed in single precision throughout; other devices may multiply in half precision.
     pub(crate) fn is_processor(&self) -> bool {
         self.backend.device().kind() == sd_backend::DeviceKind::Cpu
     }
