@@ -1,19 +1,23 @@
 //! Memory of a device.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use sd_ggml_sys as sys;
 
 use crate::device::Device;
 use crate::error::Result;
 use crate::ledger::{Ledger, MemoryKind, Reservation};
+use crate::mapped_file::MappedFile;
 
 /// A block of memory on one device, freed when dropped.
 #[derive(Debug)]
 pub struct Buffer {
     raw: NonNull<sys::ggml_backend_buffer>,
     device: Device,
-    _reservation: Reservation,
+    reservation: Reservation,
+    /// Where the memory is a file's: what keeps it mapped. Dropped after `Drop::drop` has freed `raw`, whoever drops what.
+    file: Option<Arc<MappedFile>>,
 }
 
 // SAFETY: a ggml buffer is not tied to the thread that made it; freeing it from another is what ggml's users do.
@@ -53,8 +57,49 @@ impl Buffer {
         Ok(Buffer {
             raw,
             device,
-            _reservation: reservation,
+            reservation,
+            file: None,
         })
+    }
+
+    /// Takes over `raw`, a live buffer over pages of `file` that nobody else frees.
+    pub(crate) fn over_file(
+        raw: NonNull<sys::ggml_backend_buffer>,
+        device: Device,
+        reservation: Reservation,
+        file: Arc<MappedFile>,
+    ) -> Buffer {
+        // SAFETY: `raw` is live. What lies in a file is read only, as weights are.
+        unsafe {
+            sys::ggml_backend_buffer_set_usage(raw.as_ptr(), sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        };
+        Buffer {
+            raw,
+            device,
+            reservation,
+            file: Some(file),
+        }
+    }
+
+    /// Whether it may be written: memory that is a file's may not.
+    pub fn is_writable(&self) -> bool {
+        self.file.is_none()
+    }
+
+    /// What its bytes are held for.
+    pub fn kind(&self) -> MemoryKind {
+        self.reservation.kind()
+    }
+
+    /// The address of its bytes if the processor can reach them, which memory of most other devices is not.
+    pub fn host_address(&self) -> Option<NonNull<u8>> {
+        // SAFETY: the buffer lives as long as `self`.
+        unsafe {
+            if !sys::ggml_backend_buffer_is_host(self.raw.as_ptr()) {
+                return None;
+            }
+            NonNull::new(sys::ggml_backend_buffer_get_base(self.raw.as_ptr()).cast())
+        }
     }
 
     /// Bytes of this buffer.

@@ -90,6 +90,12 @@ impl Device {
         })
     }
 
+    /// The device that ggml calls `raw`, which must live for ever.
+    #[cfg(feature = "fake-device")]
+    pub(crate) fn from_raw(raw: NonNull<sys::ggml_backend_device>) -> Device {
+        Device { raw }
+    }
+
     /// Short unique name: `CPU`, `CUDA0`, `Vulkan1`.
     pub fn name(self) -> String {
         // SAFETY: the device lives for ever and its name is a zero-terminated string it owns.
@@ -128,8 +134,9 @@ impl Device {
         }
     }
 
-    /// Its memory now; `None` where it does not say (0 of 0), or where Vulkan says that more is free than there is,
-    /// which is an underflow in its driver's counters. Other devices that say so are taken to be empty.
+    /// Its memory now; `None` where it does not say (0 of 0). Where Vulkan says that more is free than there is, more is
+    /// in use than its driver grants and a difference has wrapped: nothing is free then. Other devices that say so are
+    /// taken to be empty.
     ///
     /// ggml calls all of the processor's memory free, so for the processor the operating system is asked instead,
     /// and a control group's limit is honoured.
@@ -155,6 +162,17 @@ impl Device {
             buffer_from_host_ptr: props.caps.buffer_from_host_ptr,
             events: props.caps.events,
         }
+    }
+
+    /// Whether it has a way at all to use host memory where it lies, whatever [`Capabilities::buffer_from_host_ptr`]
+    /// says: drivers can do so on some machines and not on others.
+    pub fn has_host_pointers(self) -> bool {
+        // SAFETY: the device lives for ever, and its interface is only read after registration. ggml's own function calls
+        // through this slot without a look, so a device without it must be known before.
+        unsafe { self.raw.as_ref() }
+            .iface
+            .buffer_from_host_ptr
+            .is_some()
     }
 
     /// The handle for calls into `sd_ggml_sys`; valid until the process ends.
@@ -255,11 +273,12 @@ fn choose<D: Copy>(
 
 /// What a report of `free` of `total` bytes is worth.
 fn believable(free: u64, total: u64, backend: &str) -> Option<Memory> {
-    let possible = free <= total || !backend.eq_ignore_ascii_case("vulkan");
-    (total > 0 && possible).then_some(Memory {
-        free: free.min(total),
-        total,
-    })
+    let free = match free <= total {
+        true => free,
+        false if backend.eq_ignore_ascii_case("vulkan") => 0,
+        false => total,
+    };
+    (total > 0).then_some(Memory { free, total })
 }
 
 fn host_memory() -> Option<Memory> {
@@ -338,7 +357,11 @@ mod tests {
     fn impossible_reports_are_not_believed() {
         assert_eq!(believable(1, 2, "CUDA"), Some(Memory { free: 1, total: 2 }));
         assert_eq!(believable(0, 0, "CUDA"), None);
-        assert_eq!(believable(u64::MAX, 2, "Vulkan"), None);
+        assert_eq!(
+            believable(u64::MAX, 2, "Vulkan"),
+            Some(Memory { free: 0, total: 2 })
+        );
+        assert_eq!(believable(1, 0, "Vulkan"), None);
         assert_eq!(
             believable(3, 2, "Metal"),
             Some(Memory { free: 2, total: 2 })

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::ledger::Usage;
+
 /// Short for a [`std::result::Result`] with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -33,10 +35,15 @@ pub enum Error {
     },
     /// Memory was refused, by the operating system, the driver or our own look at what is free.
     #[error(
-        "out of memory on {device}: {} needed, {} free{}",
+        "out of memory on {device}: {} needed, {}{}{}{used}{}",
         Bytes(*requested),
-        free.map_or_else(|| "an unknown amount".to_owned(), |free| Bytes(free).to_string()),
-        budget.map_or_else(String::new, |budget| format!("; of the budget of {} {} are used", Bytes(budget), Bytes(*used)))
+        free.map_or_else(|| "an unknown amount free".to_owned(), |free| format!("{} free", Bytes(free))),
+        total.map_or_else(String::new, |total| format!(" of {}", Bytes(total))),
+        budget.map_or_else(
+            || " (used here: ".to_owned(),
+            |budget| format!("; of the budget of {} {} are used (", Bytes(budget), Bytes(used.total()))
+        ),
+        ")"
     )]
     OutOfMemory {
         /// Name of the device.
@@ -45,10 +52,20 @@ pub enum Error {
         requested: u64,
         /// Bytes that the device reported as free just before, if it says.
         free: Option<u64>,
+        /// Bytes that the device has in all, if it says.
+        total: Option<u64>,
         /// Bytes that were granted in all, if in numbers.
         budget: Option<u64>,
-        /// Bytes that are held already.
-        used: u64,
+        /// Bytes that are held already, by kind.
+        used: Box<Usage>,
+    },
+    /// A device cannot use a file's memory where it lies; reading the file works.
+    #[error("{device} cannot use a mapped file: {reason}")]
+    CannotMap {
+        /// Name of the device.
+        device: String,
+        /// Why.
+        reason: &'static str,
     },
     /// A budget that cannot be read.
     #[error("memory budget `{text}`: {reason}")]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::budget::{MemoryBudget, MemoryBudgets};
 use crate::device::{Device, DeviceKind, Memory};
-use crate::error::{Error, Result};
+use crate::error::{Bytes, Error, Result};
 
 /// What memory is held for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,7 +65,7 @@ pub struct Reservation {
     bytes: u64,
 }
 
-/// What drivers of graphics cards allocate for themselves while computing, and abort without.
+/// What drivers of graphics cards allocate for themselves while computing, and abort without: pools, pipelines, contexts.
 const HEADROOM: u64 = 512 << 20;
 
 impl Default for Ledger {
@@ -80,7 +80,8 @@ impl Ledger {
         Ledger::with_headroom(budgets, HEADROOM)
     }
 
-    /// An empty account that leaves `headroom` bytes free on each graphics card whose budget is automatic.
+    /// An empty account that always leaves `headroom` bytes of each graphics card's memory free, whatever was granted;
+    /// [`Ledger::default`] leaves 512 MiB.
     pub fn with_headroom(budgets: MemoryBudgets, headroom: u64) -> Ledger {
         Ledger(Arc::new(Inner {
             budgets,
@@ -99,7 +100,7 @@ impl Ledger {
         let report = self.report_of(device, *account);
         if report.available.is_some_and(|available| bytes > available) {
             let error = self.error(bytes, device, &report);
-            tracing::warn!("{error}; held: {}", report.used);
+            tracing::warn!("{error}");
             return Err(error);
         }
         account.bytes[kind as usize] += bytes;
@@ -109,6 +110,11 @@ impl Ledger {
             kind,
             bytes,
         })
+    }
+
+    /// Whether `other` is the same account.
+    pub fn is_same(&self, other: &Ledger) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// The error of an allocation of `bytes` that a driver refused although it had been granted.
@@ -123,7 +129,11 @@ impl Ledger {
     }
 
     fn report_of(&self, device: Device, used: Usage) -> MemoryReport {
-        let memory = device.memory();
+        // No more can be free than what is there less what we hold, whatever a device says.
+        let memory = device.memory().map(|memory| Memory {
+            free: memory.free.min(memory.total.saturating_sub(used.total())),
+            total: memory.total,
+        });
         let budget = self.0.budgets.of(device);
         let headroom = match device.kind() {
             DeviceKind::Gpu | DeviceKind::IntegratedGpu => self.0.headroom,
@@ -147,11 +157,12 @@ impl Ledger {
             device: device.name(),
             requested,
             free: report.memory.map(|memory| memory.free),
+            total: report.memory.map(|memory| memory.total),
             budget: match report.budget {
                 MemoryBudget::Bytes(bytes) => Some(bytes),
                 _ => None,
             },
-            used: report.used.total(),
+            used: Box::new(report.used),
         }
     }
 
@@ -161,14 +172,18 @@ impl Ledger {
     }
 }
 
-/// Bytes that may still be taken: the least of what was granted and what is there.
+/// Bytes that may still be taken: the least of what was granted and what is there less the head-room.
 fn available(free: Option<u64>, budget: MemoryBudget, used: u64, headroom: u64) -> Option<u64> {
+    let spare = match budget {
+        MemoryBudget::FreeMinus(less) => less.max(headroom),
+        _ => headroom,
+    };
+    let there = free.map(|free| free.saturating_sub(spare));
     match budget {
-        MemoryBudget::Automatic => free.map(|free| free.saturating_sub(headroom)),
-        MemoryBudget::FreeMinus(less) => free.map(|free| free.saturating_sub(less)),
+        MemoryBudget::Automatic | MemoryBudget::FreeMinus(_) => there,
         MemoryBudget::Bytes(bytes) => {
             let granted = bytes.saturating_sub(used);
-            Some(free.map_or(granted, |free| free.min(granted)))
+            Some(there.map_or(granted, |there| there.min(granted)))
         }
     }
 }
@@ -187,12 +202,13 @@ impl Usage {
 
 impl fmt::Display for Usage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use crate::error::Bytes;
-        let [weights, cache, compute, staging, mapping] = self.bytes.map(Bytes);
-        write!(
-            f,
-            "weights {weights}, cache {cache}, compute {compute}, staging {staging}, mapping {mapping}"
-        )
+        const NAMES: [&str; 5] = ["weights", "cache", "compute", "staging", "mapping"];
+        let mut held = NAMES.iter().zip(self.bytes).filter(|&(_, bytes)| bytes > 0);
+        let Some((name, bytes)) = held.next() else {
+            return f.write_str("nothing");
+        };
+        write!(f, "{name} {}", Bytes(bytes))?;
+        held.try_for_each(|(name, bytes)| write!(f, ", {name} {}", Bytes(bytes)))
     }
 }
 
@@ -200,6 +216,11 @@ impl Reservation {
     /// Bytes that are held.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// What they are held for.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
     }
 }
 
@@ -223,10 +244,11 @@ mod tests {
             (Some(5), MemoryBudget::Automatic, 50, Some(0)),
             (None, MemoryBudget::Automatic, 50, None),
             (Some(100), MemoryBudget::Bytes(80), 50, Some(30)),
-            (Some(20), MemoryBudget::Bytes(80), 50, Some(20)),
+            (Some(20), MemoryBudget::Bytes(80), 50, Some(10)),
             (None, MemoryBudget::Bytes(80), 90, Some(0)),
             (Some(100), MemoryBudget::FreeMinus(30), 50, Some(70)),
             (Some(10), MemoryBudget::FreeMinus(30), 50, Some(0)),
+            (Some(100), MemoryBudget::FreeMinus(3), 50, Some(90)),
         ] {
             assert_eq!(
                 available(free, budget, used, 10),
@@ -252,7 +274,8 @@ mod tests {
         else {
             panic!()
         };
-        assert_eq!((requested, budget, used), (1, Some(1000), 1000));
+        assert_eq!((requested, budget, used.total()), (1, Some(1000), 1000));
+        assert_eq!(used.to_string(), "weights 600 B, compute 400 B");
         drop(weights);
         let report = ledger.report(cpu);
         assert_eq!(

@@ -18,8 +18,12 @@ mod buffer;
 mod device;
 mod dtype;
 mod error;
+#[cfg(feature = "fake-device")]
+pub mod fake;
+mod host_mapping;
 mod ledger;
 mod log;
+mod mapped_file;
 
 pub use backend::{Backend, BackendOptions};
 pub use budget::{MemoryBudget, MemoryBudgets};
@@ -27,4 +31,6 @@ pub use buffer::Buffer;
 pub use device::{Capabilities, Device, DeviceKind, Memory};
 pub use dtype::DType;
 pub use error::{Bytes, Error, Result};
+pub use host_mapping::HostMapping;
 pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
+pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local};

@@ -1,0 +1,574 @@
+//! A device that fails on demand, for tests of what real hardware shows once a year.
+//!
+//! Written against ggml's backend interface, so that everything above sees an ordinary graphics card: with memory of its
+//! own that the host cannot address, with reports that may lie, with allocations, host pointers and graphs that fail when
+//! a test says so. Its memory is really the host's, and the processor's backend computes for it, so its results are the
+//! processor's, bit for bit.
+//!
+//! Not in ggml's registry: nobody gets it who does not hold its [`FakeDevice`]. A fake device is never freed, as no
+//! device is.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ffi::{CString, c_char, c_void};
+use std::mem::zeroed;
+use std::ptr;
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sd_ggml_sys as sys;
+
+use crate::device::Device;
+
+/// Alignment of its buffers in bytes.
+const ALIGNMENT: usize = 64;
+
+/// What a [`FakeDevice`] does when it is asked to use host memory where it lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HostPointers {
+    /// The interface has no function for it.
+    #[default]
+    Missing,
+    /// It can.
+    Work,
+    /// It returns a null pointer, as Vulkan does.
+    Refuse,
+    /// It returns a buffer without a context, whose way of being freed follows that null pointer, as Metal does.
+    FailLikeMetal,
+    /// It seems to, and reads other bytes.
+    ReadWrong,
+}
+
+/// What a [`FakeDevice`] says of its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MemoryStory {
+    /// What is so.
+    #[default]
+    True,
+    /// These bytes free, of these in all.
+    Of(u64, u64),
+}
+
+/// How a [`FakeDevice`] is made.
+#[derive(Debug, Clone)]
+pub struct FakeOptions {
+    /// Its name.
+    pub name: String,
+    /// The name of the backend that drives it.
+    pub backend: String,
+    /// Bytes of its memory.
+    pub memory: usize,
+    /// What it does with host memory.
+    pub host_pointers: HostPointers,
+    /// Whether its capabilities speak of that.
+    pub says_host_pointers: bool,
+}
+
+impl Default for FakeOptions {
+    fn default() -> Self {
+        FakeOptions {
+            name: "Fake0".to_owned(),
+            backend: "Fake".to_owned(),
+            memory: 1 << 30,
+            host_pointers: HostPointers::Missing,
+            says_host_pointers: false,
+        }
+    }
+}
+
+/// What a [`FakeDevice`] counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct FakeCounts {
+    /// Allocations that were asked for, refused ones included.
+    pub allocations: u64,
+    /// Bytes of its memory that are taken now.
+    pub bytes: usize,
+    /// The most that ever were.
+    pub peak_bytes: usize,
+    /// Bytes of host memory that it uses in place now.
+    pub mapped_bytes: usize,
+    /// Buffers of both kinds that are alive.
+    pub buffers: usize,
+    /// Bytes that were copied to it.
+    pub uploaded: u64,
+    /// Graphs that were computed, failed ones included.
+    pub graphs: u64,
+}
+
+#[derive(Debug, Default)]
+struct Script {
+    story: MemoryStory,
+    /// Allocations from now on until one fails; that one is number 1.
+    fail_allocation: Option<u64>,
+    /// Graphs from now on until one fails.
+    fail_graph: Option<(u64, GraphFailure)>,
+    delay: Duration,
+    counts: FakeCounts,
+}
+
+/// How a graph fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GraphFailure {
+    /// The driver could not allocate what it needed meanwhile.
+    Allocation,
+    /// Anything else.
+    Other,
+}
+
+/// The structs that ggml keeps pointers to, and what they share.
+struct Fake {
+    registry: sys::ggml_backend_reg,
+    device: sys::ggml_backend_device,
+    buffer_type: sys::ggml_backend_buffer_type,
+    guid: [u8; 16],
+    name: CString,
+    backend: CString,
+    options: FakeOptions,
+    script: Mutex<Script>,
+}
+
+/// A device that does what a test tells it to. Clones are the same device.
+#[derive(Clone, Copy)]
+pub struct FakeDevice(&'static Fake);
+
+// SAFETY: the pointers among the structs lead to parts of the same leaked value, which is only read after it was made,
+// except for the script, which has a lock.
+unsafe impl Send for Fake {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Fake {}
+
+impl FakeDevice {
+    /// A device as `options` say; a zero byte in a name ends it.
+    pub fn new(options: FakeOptions) -> FakeDevice {
+        let c_string =
+            |text: &str| CString::new(text.split('\0').next().unwrap_or("")).unwrap_or_default();
+        // SAFETY: every field of these structs is a nullable function pointer, a pointer or a number: zero is valid.
+        let (registry, device, buffer_type) = unsafe { (zeroed(), zeroed(), zeroed()) };
+        let fake: &'static mut Fake = Box::leak(Box::new(Fake {
+            registry,
+            device,
+            buffer_type,
+            guid: *b"a fake device's.",
+            name: c_string(&options.name),
+            backend: c_string(&options.backend),
+            options,
+            script: Mutex::default(),
+        }));
+        let context = (&raw mut *fake).cast::<c_void>();
+        fake.registry.api_version = sys::GGML_BACKEND_API_VERSION as i32;
+        fake.registry.context = context;
+        fake.registry.iface.get_name = Some(registry_name);
+        fake.registry.iface.get_device_count = Some(device_count);
+        fake.registry.iface.get_device = Some(device_of_registry);
+        fake.device.reg = &raw mut fake.registry;
+        fake.device.context = context;
+        fake.device.iface.get_name = Some(device_name);
+        fake.device.iface.get_description = Some(device_name);
+        fake.device.iface.get_memory = Some(device_memory);
+        fake.device.iface.get_type = Some(device_type);
+        fake.device.iface.get_props = Some(device_props);
+        fake.device.iface.init_backend = Some(init_backend);
+        fake.device.iface.get_buffer_type = Some(buffer_type_of_device);
+        fake.device.iface.supports_op = Some(supports_op);
+        fake.device.iface.supports_buft = Some(supports_buffer_type);
+        if fake.options.host_pointers != HostPointers::Missing {
+            fake.device.iface.buffer_from_host_ptr = Some(buffer_from_host_ptr);
+        }
+        fake.buffer_type.device = &raw mut fake.device;
+        fake.buffer_type.context = context;
+        fake.buffer_type.iface.get_name = Some(buffer_type_name);
+        fake.buffer_type.iface.alloc_buffer = Some(alloc_buffer);
+        fake.buffer_type.iface.get_alignment = Some(alignment);
+        FakeDevice(fake)
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        Device::from_raw(NonNull::from(&self.0.device))
+    }
+
+    /// What it says of its memory from now on.
+    pub fn tell(&self, story: MemoryStory) {
+        self.0.lock().story = story;
+    }
+
+    /// Lets the `nth` allocation from now on fail (1 is the next), once; 0 lets none.
+    pub fn fail_allocation(&self, nth: u64) {
+        self.0.lock().fail_allocation = (nth > 0).then_some(nth);
+    }
+
+    /// Lets the `nth` graph from now on fail (1 is the next), once; 0 lets none.
+    pub fn fail_graph(&self, nth: u64, how: GraphFailure) {
+        self.0.lock().fail_graph = (nth > 0).then_some((nth, how));
+    }
+
+    /// Lets every graph take this much longer.
+    pub fn delay(&self, delay: Duration) {
+        self.0.lock().delay = delay;
+    }
+
+    /// What was counted.
+    pub fn counts(&self) -> FakeCounts {
+        self.0.lock().counts
+    }
+}
+
+impl std::fmt::Debug for FakeDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FakeDevice({:?})", self.0.name)
+    }
+}
+
+impl Fake {
+    fn lock(&self) -> MutexGuard<'_, Script> {
+        // The script is plain data, right after every statement.
+        self.script.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts one allocation of `bytes`; false if it is to fail.
+    fn grant(&self, bytes: usize, mapped: bool) -> bool {
+        let mut script = self.lock();
+        script.counts.allocations += 1;
+        if let Some(left) = script.fail_allocation {
+            script.fail_allocation = (left > 1).then_some(left - 1);
+            if left == 1 {
+                return false;
+            }
+        }
+        let counts = &mut script.counts;
+        if mapped {
+            counts.mapped_bytes += bytes;
+        } else if bytes > self.options.memory - counts.bytes {
+            return false;
+        } else {
+            counts.bytes += bytes;
+            counts.peak_bytes = counts.peak_bytes.max(counts.bytes);
+        }
+        counts.buffers += 1;
+        true
+    }
+}
+
+/// # Safety
+/// `context` is the context of one of the structs of a [`Fake`].
+unsafe fn fake(context: *mut c_void) -> &'static Fake {
+    // SAFETY: as the caller promises; the value is leaked, and nobody has it mutably after it was made.
+    unsafe { &*context.cast::<Fake>() }
+}
+
+unsafe extern "C" fn registry_name(registry: sys::ggml_backend_reg_t) -> *const c_char {
+    // SAFETY: ggml passes the registry of a fake.
+    unsafe { fake((*registry).context) }.backend.as_ptr()
+}
+
+unsafe extern "C" fn device_count(_: sys::ggml_backend_reg_t) -> usize {
+    1
+}
+
+unsafe extern "C" fn device_of_registry(
+    registry: sys::ggml_backend_reg_t,
+    _: usize,
+) -> sys::ggml_backend_dev_t {
+    // SAFETY: ggml passes the registry of a fake.
+    (&raw const unsafe { fake((*registry).context) }.device).cast_mut()
+}
+
+unsafe extern "C" fn device_name(device: sys::ggml_backend_dev_t) -> *const c_char {
+    // SAFETY: ggml passes the device of a fake.
+    unsafe { fake((*device).context) }.name.as_ptr()
+}
+
+unsafe extern "C" fn device_memory(
+    device: sys::ggml_backend_dev_t,
+    free: *mut usize,
+    total: *mut usize,
+) {
+    // SAFETY: ggml passes the device of a fake, and two places for numbers.
+    unsafe {
+        let fake = fake((*device).context);
+        let script = fake.lock();
+        (*free, *total) = match script.story {
+            MemoryStory::True => (
+                fake.options.memory - script.counts.bytes,
+                fake.options.memory,
+            ),
+            MemoryStory::Of(free, total) => (free as usize, total as usize),
+        };
+    }
+}
+
+unsafe extern "C" fn device_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_dev_type {
+    sys::GGML_BACKEND_DEVICE_TYPE_GPU
+}
+
+unsafe extern "C" fn device_props(
+    device: sys::ggml_backend_dev_t,
+    props: *mut sys::ggml_backend_dev_props,
+) {
+    // SAFETY: ggml passes the device of a fake, and a place for one struct.
+    unsafe {
+        (*props).name = device_name(device);
+        (*props).description = device_name(device);
+        (*props).type_ = device_type(device);
+        (*props).caps.buffer_from_host_ptr = fake((*device).context).options.says_host_pointers;
+        device_memory(
+            device,
+            &raw mut (*props).memory_free,
+            &raw mut (*props).memory_total,
+        );
+    }
+}
+
+unsafe extern "C" fn init_backend(
+    device: sys::ggml_backend_dev_t,
+    _: *const c_char,
+) -> sys::ggml_backend_t {
+    // SAFETY: ggml passes the device of a fake. Zero is a valid value of every field of the backend. The processor's
+    // device is looked for among those that exist, and a missing one is a null pointer.
+    unsafe {
+        let processor =
+            sys::ggml_backend_init_by_type(sys::GGML_BACKEND_DEVICE_TYPE_CPU, ptr::null());
+        if processor.is_null() {
+            return ptr::null_mut();
+        }
+        let mut backend: Box<sys::ggml_backend> = Box::new(zeroed());
+        backend.guid = (&raw const fake((*device).context).guid).cast_mut();
+        backend.device = device;
+        backend.context = processor.cast();
+        backend.iface.get_name = Some(backend_name);
+        backend.iface.free = Some(free_backend);
+        backend.iface.graph_compute = Some(graph_compute);
+        Box::into_raw(backend)
+    }
+}
+
+unsafe extern "C" fn backend_name(backend: sys::ggml_backend_t) -> *const c_char {
+    // SAFETY: ggml passes a backend that `init_backend` made.
+    unsafe { device_name((*backend).device) }
+}
+
+unsafe extern "C" fn free_backend(backend: sys::ggml_backend_t) {
+    // SAFETY: `init_backend` made this box, and ggml frees a backend once; its context is the processor's backend.
+    unsafe {
+        let backend = Box::from_raw(backend);
+        sys::ggml_backend_free(backend.context.cast());
+    }
+}
+
+unsafe extern "C" fn graph_compute(
+    backend: sys::ggml_backend_t,
+    graph: *mut sys::ggml_cgraph,
+) -> sys::ggml_status {
+    // SAFETY: ggml passes a backend that `init_backend` made, for the device of a fake.
+    let fake = unsafe { fake((*(*backend).device).context) };
+    let delay = {
+        let mut script = fake.lock();
+        script.counts.graphs += 1;
+        if let Some((left, how)) = script.fail_graph {
+            script.fail_graph = (left > 1).then_some((left - 1, how));
+            if left == 1 {
+                return match how {
+                    GraphFailure::Allocation => sys::GGML_STATUS_ALLOC_FAILED,
+                    GraphFailure::Other => sys::GGML_STATUS_FAILED,
+                };
+            }
+        }
+        script.delay
+    };
+    if !delay.is_zero() {
+        std::thread::sleep(delay);
+    }
+    // SAFETY: the context is the processor's backend, and all tensors lie in host memory.
+    unsafe { sys::ggml_backend_graph_compute((*backend).context.cast(), graph) }
+}
+
+unsafe extern "C" fn supports_op(_: sys::ggml_backend_dev_t, _: *const sys::ggml_tensor) -> bool {
+    true
+}
+
+unsafe extern "C" fn supports_buffer_type(
+    device: sys::ggml_backend_dev_t,
+    kind: sys::ggml_backend_buffer_type_t,
+) -> bool {
+    // SAFETY: ggml passes the device of a fake.
+    kind == unsafe { buffer_type_of_device(device) }
+}
+
+unsafe extern "C" fn buffer_type_of_device(
+    device: sys::ggml_backend_dev_t,
+) -> sys::ggml_backend_buffer_type_t {
+    // SAFETY: ggml passes the device of a fake.
+    (&raw const unsafe { fake((*device).context) }.buffer_type).cast_mut()
+}
+
+unsafe extern "C" fn buffer_type_name(kind: sys::ggml_backend_buffer_type_t) -> *const c_char {
+    // SAFETY: ggml passes the buffer type of a fake.
+    unsafe { fake((*kind).context) }.name.as_ptr()
+}
+
+unsafe extern "C" fn alignment(_: sys::ggml_backend_buffer_type_t) -> usize {
+    ALIGNMENT
+}
+
+/// What a buffer's context points to.
+struct Block {
+    fake: &'static Fake,
+    base: *mut u8,
+    bytes: usize,
+    /// `None` for host memory.
+    layout: Option<Layout>,
+    reads_wrong: bool,
+}
+
+/// # Safety
+/// `buffer` was made by [`wrap`] with a block.
+unsafe fn block<'b>(buffer: sys::ggml_backend_buffer_t) -> &'b Block {
+    // SAFETY: as the caller promises; the block is freed with the buffer.
+    unsafe { &*(*buffer).context.cast::<Block>() }
+}
+
+/// A ggml buffer with `context`.
+fn wrap(fake: &'static Fake, context: *mut Block, bytes: usize) -> sys::ggml_backend_buffer_t {
+    // SAFETY: zero is valid for every field of the interface, of which ggml keeps a copy.
+    unsafe {
+        let mut interface: sys::ggml_backend_buffer_i = zeroed();
+        interface.free_buffer = Some(free_buffer);
+        interface.get_base = Some(base);
+        interface.memset_tensor = Some(memset_tensor);
+        interface.set_tensor = Some(set_tensor);
+        interface.get_tensor = Some(get_tensor);
+        interface.clear = Some(clear);
+        let kind = (&raw const fake.buffer_type).cast_mut();
+        sys::ggml_backend_buffer_init(kind, interface, context.cast(), bytes)
+    }
+}
+
+unsafe extern "C" fn alloc_buffer(
+    kind: sys::ggml_backend_buffer_type_t,
+    size: usize,
+) -> sys::ggml_backend_buffer_t {
+    // SAFETY: ggml passes the buffer type of a fake.
+    let fake = unsafe { fake((*kind).context) };
+    let layout = Layout::from_size_align(size.max(1), ALIGNMENT);
+    let (Ok(layout), true) = (layout, fake.grant(size, false)) else {
+        return ptr::null_mut();
+    };
+    // SAFETY: the layout has at least one byte.
+    let base = unsafe { alloc_zeroed(layout) };
+    if base.is_null() {
+        std::alloc::handle_alloc_error(layout);
+    }
+    let block = Block {
+        fake,
+        base,
+        bytes: size,
+        layout: Some(layout),
+        reads_wrong: false,
+    };
+    wrap(fake, Box::into_raw(Box::new(block)), size)
+}
+
+unsafe extern "C" fn buffer_from_host_ptr(
+    device: sys::ggml_backend_dev_t,
+    address: *mut c_void,
+    size: usize,
+    _: usize,
+) -> sys::ggml_backend_buffer_t {
+    // SAFETY: ggml passes the device of a fake.
+    let fake = unsafe { fake((*device).context) };
+    match fake.options.host_pointers {
+        HostPointers::Missing | HostPointers::Refuse => return ptr::null_mut(),
+        HostPointers::FailLikeMetal => return wrap(fake, ptr::null_mut(), size),
+        HostPointers::Work | HostPointers::ReadWrong => {}
+    }
+    if !fake.grant(size, true) {
+        return ptr::null_mut();
+    }
+    let block = Block {
+        fake,
+        base: address.cast(),
+        bytes: size,
+        layout: None,
+        reads_wrong: fake.options.host_pointers == HostPointers::ReadWrong,
+    };
+    wrap(fake, Box::into_raw(Box::new(block)), size)
+}
+
+unsafe extern "C" fn free_buffer(buffer: sys::ggml_backend_buffer_t) {
+    // SAFETY: the context is a block that was boxed in `alloc_buffer` or `buffer_from_host_ptr`, or the null pointer of a
+    // failure: freeing that is what a test must find, so it ends as a real driver would end it. A buffer is freed once.
+    unsafe {
+        let block = Box::from_raw((*buffer).context.cast::<Block>());
+        if let Some(layout) = block.layout {
+            dealloc(block.base, layout);
+        }
+        let mut script = block.fake.lock();
+        match block.layout {
+            Some(_) => script.counts.bytes -= block.bytes,
+            None => script.counts.mapped_bytes -= block.bytes,
+        }
+        script.counts.buffers -= 1;
+    }
+}
+
+unsafe extern "C" fn base(buffer: sys::ggml_backend_buffer_t) -> *mut c_void {
+    // SAFETY: ggml passes a live buffer of ours.
+    unsafe { block(buffer) }.base.cast()
+}
+
+unsafe extern "C" fn memset_tensor(
+    _: sys::ggml_backend_buffer_t,
+    tensor: *mut sys::ggml_tensor,
+    value: u8,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: ggml checks the range against the tensor, which lies in the buffer's memory.
+    unsafe {
+        let place = (*tensor).data.cast::<u8>().add(offset);
+        place.write_bytes(value, size);
+    }
+}
+
+unsafe extern "C" fn set_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    tensor: *mut sys::ggml_tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: ggml checks the range against the tensor; the caller's data is not in the buffer.
+    unsafe {
+        block(buffer).fake.lock().counts.uploaded += size as u64;
+        let place = (*tensor).data.cast::<u8>().add(offset);
+        place.copy_from_nonoverlapping(data.cast(), size);
+    }
+}
+
+unsafe extern "C" fn get_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    tensor: *const sys::ggml_tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: as in `set_tensor`, the other way round.
+    unsafe {
+        let into = data.cast::<u8>();
+        into.copy_from_nonoverlapping((*tensor).data.cast::<u8>().add(offset), size);
+        if block(buffer).reads_wrong && size > 0 {
+            *into ^= 1;
+        }
+    }
+}
+
+unsafe extern "C" fn clear(buffer: sys::ggml_backend_buffer_t, value: u8) {
+    // SAFETY: the block holds that many bytes, and memory that is a file's is never cleared.
+    unsafe {
+        let block = block(buffer);
+        if block.layout.is_some() {
+            block.base.write_bytes(value, block.bytes);
+        }
+    }
+}
