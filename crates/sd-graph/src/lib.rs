@@ -25,6 +25,7 @@
 
 mod cache;
 mod checkpoint;
+mod convert;
 mod error;
 mod graph;
 mod load;

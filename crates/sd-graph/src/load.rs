@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use half::{bf16, f16};
 use rayon::prelude::*;
-use sd_backend::{Backend, Buffer, DType, MemoryKind};
+use sd_backend::{Backend, Buffer, MemoryKind};
 use sd_ggml_sys as sys;
 
-use crate::checkpoint::{Checkpoint, StoredType};
+use crate::checkpoint::Checkpoint;
+use crate::convert::{ConvertError, convert};
 use crate::error::{Error, Result};
 use crate::param::{Param, Place};
 use crate::raw::Arena;
@@ -15,6 +15,9 @@ use crate::run::{Cancel, Progress, Reporter};
 
 /// Elements that are brought into memory at once: whole blocks and whole bytes of every type.
 const PIECE: usize = 1 << 21;
+
+/// Elements that one core converts before it takes more: whole blocks of every type.
+const SHARE: usize = 1 << 16;
 
 /// What loading did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -109,8 +112,18 @@ pub fn load(
             let bytes = if keep {
                 stored_bytes
             } else {
-                convert(stored_bytes, info.stored, param.dtype(), &mut memory_bytes)
-                    .ok_or_else(not_declared)?;
+                let sizes = |elements: usize| {
+                    let stored = info.stored.bytes(elements as u64)? as usize;
+                    Some((stored, param.dtype().row_bytes(elements)?))
+                };
+                let sized = |elements| sizes(elements).ok_or_else(not_declared);
+                let (from_share, into_share) = sized(SHARE)?;
+                memory_bytes.resize(sized(count as usize)?.1, 0_u8);
+                memory_bytes
+                    .par_chunks_mut(into_share)
+                    .zip(stored_bytes.par_chunks(from_share))
+                    .try_for_each(|(into, from)| convert(from, info.stored, param.dtype(), into))
+                    .map_err(|_: ConvertError| not_declared())?;
                 &mut memory_bytes
             };
             if bytes.len() > param.bytes() - written {
@@ -145,171 +158,4 @@ pub fn load(
         });
     }
     Ok(report)
-}
-
-/// Converts little-endian numbers or blocks in `from` to `memory` in `into`; `None` for types that `Scope::param` never
-/// asks for.
-fn convert(from: &[u8], stored: StoredType, memory: DType, into: &mut Vec<u8>) -> Option<()> {
-    into.clear();
-    macro_rules! each {
-        ($bytes:literal, $number:ty) => {
-            match memory {
-                DType::F32 => map(from, into, |b: [u8; $bytes]| {
-                    (<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
-                }),
-                DType::F16 => map(from, into, |b: [u8; $bytes]| {
-                    f16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
-                }),
-                DType::BF16 => map(from, into, |b: [u8; $bytes]| {
-                    bf16::from_f32(<$number>::from_le_bytes(b).to_f32()).to_ne_bytes()
-                }),
-                _ => return None,
-            }
-        };
-    }
-    match stored {
-        StoredType::F64 => each!(8, f64),
-        StoredType::F32 => each!(4, f32),
-        StoredType::F16 => each!(2, f16),
-        StoredType::BF16 => each!(2, bf16),
-        _ => {
-            return match memory {
-                DType::F32 => dequantize(from, stored, into, f32::to_ne_bytes),
-                DType::F16 => dequantize(from, stored, into, |v| f16::from_f32(v).to_ne_bytes()),
-                DType::BF16 => dequantize(from, stored, into, |v| bf16::from_f32(v).to_ne_bytes()),
-                _ => None,
-            };
-        }
-    }
-    Some(())
-}
-
-/// Turns the whole blocks in `from` into numbers of `M` bytes in `into`, on all cores; `None` for a type that ggml
-/// cannot turn into single precision.
-fn dequantize<const M: usize>(
-    from: &[u8],
-    stored: StoredType,
-    into: &mut Vec<u8>,
-    each: impl Fn(f32) -> [u8; M] + Sync,
-) -> Option<()> {
-    /// Elements that are turned at once: whole blocks of every type.
-    const CHUNK: usize = 4096;
-    let number = stored.to_ggml()?;
-    let (len, bytes) = stored.block()?;
-    let (len, bytes) = (len as usize, bytes as usize);
-    // SAFETY: the number is one that ggml defines, so this is a pointer into its constant table.
-    let traits = unsafe { sys::ggml_get_type_traits(number).as_ref() }?;
-    let to_float = traits.to_float?;
-    let chunk_bytes = CHUNK / len * bytes;
-    let same_size = traits.blck_size == len as i64 && traits.type_size == bytes;
-    let aligned = from.as_ptr().cast::<u32>().is_aligned();
-    if !same_size
-        || !aligned
-        || !from.len().is_multiple_of(bytes)
-        || !chunk_bytes.is_multiple_of(16)
-    {
-        return None;
-    }
-    into.resize(from.len() / bytes * len * M, 0);
-    into.as_chunks_mut::<M>()
-        .0
-        .par_chunks_mut(CHUNK)
-        .zip(from.par_chunks(chunk_bytes))
-        .for_each(|(places, blocks)| {
-            let mut numbers = [0.0_f32; CHUNK];
-            // SAFETY: `blocks` are the whole blocks of `places.len()` elements, at most `CHUNK`, which is the length
-            // of `numbers`. No member of a block has more than 4 bytes; `from` is aligned to that, and so is each
-            // chunk of it, whose length is a multiple of 16.
-            unsafe {
-                to_float(
-                    blocks.as_ptr().cast(),
-                    numbers.as_mut_ptr(),
-                    places.len() as i64,
-                );
-            }
-            for (place, number) in places.iter_mut().zip(numbers) {
-                *place = each(number);
-            }
-        });
-    Some(())
-}
-
-/// Turns every `N` bytes of `from` into `M` bytes of `into`, on all cores.
-fn map<const N: usize, const M: usize>(
-    from: &[u8],
-    into: &mut Vec<u8>,
-    each: impl Fn([u8; N]) -> [u8; M] + Sync,
-) {
-    let numbers = from.as_chunks::<N>().0;
-    into.resize(numbers.len() * M, 0);
-    let places = into.as_chunks_mut::<M>().0;
-    places
-        .par_iter_mut()
-        .zip(numbers)
-        .with_min_len(1 << 14)
-        .for_each(|(place, &number)| *place = each(number));
-}
-
-/// Numbers that single precision can be made of.
-trait ToF32 {
-    fn to_f32(self) -> f32;
-}
-
-impl ToF32 for f64 {
-    fn to_f32(self) -> f32 {
-        self as f32
-    }
-}
-
-impl ToF32 for f32 {
-    fn to_f32(self) -> f32 {
-        self
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_survive_conversion() {
-        let values = [0.0_f32, -1.5, 65504.0, 1e-3, -0.25];
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let mut half_bytes = Vec::new();
-        convert(&bytes, StoredType::F32, DType::F16, &mut half_bytes).unwrap();
-        let mut back = Vec::new();
-        convert(&half_bytes, StoredType::F16, DType::F32, &mut back).unwrap();
-        let back: Vec<f32> = back
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|&b| f32::from_le_bytes(b))
-            .collect();
-        for (was, is) in values.iter().zip(&back) {
-            // Half precision keeps eleven bits.
-            assert!((was - is).abs() <= was.abs() / 2048.0, "{was} became {is}");
-        }
-        let doubles: Vec<u8> = values
-            .iter()
-            .flat_map(|&v| f64::from(v).to_le_bytes())
-            .collect();
-        let mut singles = Vec::new();
-        convert(&doubles, StoredType::F64, DType::F32, &mut singles).unwrap();
-        assert_eq!(singles, bytes);
-    }
-
-    #[test]
-    fn types_that_cannot_be_computed_with_are_refused() {
-        assert!(convert(&[0; 8], StoredType::I64, DType::F32, &mut Vec::new()).is_none());
-        assert!(convert(&[0; 8], StoredType::F32, DType::I32, &mut Vec::new()).is_none());
-        let zeros = [0_u64; 64];
-        let block = |bytes: usize| &bytemuck::cast_slice(&zeros)[..bytes];
-        // ggml cannot turn these back.
-        assert!(convert(block(36), StoredType::Q8_1, DType::F32, &mut Vec::new()).is_none());
-        assert!(convert(block(292), StoredType::Q8K, DType::F32, &mut Vec::new()).is_none());
-        // Half a block, and another target.
-        assert!(convert(block(17), StoredType::Q8_0, DType::F32, &mut Vec::new()).is_none());
-        assert!(convert(block(34), StoredType::Q8_0, DType::Q4_0, &mut Vec::new()).is_none());
-        assert!(convert(block(34), StoredType::Q8_0, DType::F16, &mut Vec::new()).is_some());
-    }
 }

@@ -7,6 +7,7 @@ use std::fmt;
 use sd_backend::DType;
 
 use crate::checkpoint::{Checkpoint, StoredType};
+use crate::convert::is_convertible;
 use crate::param::Param;
 use crate::shape::Shape;
 
@@ -277,11 +278,12 @@ fn memory_type(stored: StoredType, role: Role, options: &LoadOptions) -> Option<
         _ => stored.in_memory().filter(|dtype| dtype.is_quantized())?,
     };
     let wanted = options.convert_to.unwrap_or(own);
-    Some(match (role, wanted) {
+    let memory = match (role, wanted) {
         (Role::Vector, _) => DType::F32,
         (Role::Kernel, DType::F16) => DType::F16,
         // ggml has no convolution with BF16 or quantised kernels; F32 holds every value of one.
         (Role::Kernel, _) => DType::F32,
         (Role::Matrix, wanted) => wanted,
-    })
+    };
+    is_convertible(stored, memory).then_some(memory)
 }
