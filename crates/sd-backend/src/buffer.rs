@@ -127,6 +127,22 @@ impl Buffer {
         .max(1)
     }
 
+    /// Bytes of the largest buffer that `device` can allocate.
+    pub fn largest(device: Device) -> usize {
+        // SAFETY: as for `alignment`.
+        unsafe {
+            sys::ggml_backend_buft_get_max_size(sys::ggml_backend_dev_buffer_type(device.as_ptr()))
+        }
+    }
+
+    /// Whether the processor can reach the memory of `device` by address.
+    pub fn is_host(device: Device) -> bool {
+        // SAFETY: as for `alignment`.
+        unsafe {
+            sys::ggml_backend_buft_is_host(sys::ggml_backend_dev_buffer_type(device.as_ptr()))
+        }
+    }
+
     /// The handle for calls into `sd_ggml_sys`; valid as long as `self`.
     pub fn as_ptr(&self) -> sys::ggml_backend_buffer_t {
         self.raw.as_ptr()

@@ -62,6 +62,10 @@ pub struct FakeOptions {
     pub host_pointers: HostPointers,
     /// Whether its capabilities speak of that.
     pub says_host_pointers: bool,
+    /// Bytes of its largest buffer.
+    pub largest_buffer: usize,
+    /// Bytes that weights and inputs are padded to in its memory.
+    pub padding: usize,
 }
 
 impl Default for FakeOptions {
@@ -72,6 +76,8 @@ impl Default for FakeOptions {
             memory: 1 << 30,
             host_pointers: HostPointers::Missing,
             says_host_pointers: false,
+            largest_buffer: usize::MAX,
+            padding: 1,
         }
     }
 }
@@ -180,6 +186,8 @@ impl FakeDevice {
         fake.buffer_type.iface.get_name = Some(buffer_type_name);
         fake.buffer_type.iface.alloc_buffer = Some(alloc_buffer);
         fake.buffer_type.iface.get_alignment = Some(alignment);
+        fake.buffer_type.iface.get_max_size = Some(max_size);
+        fake.buffer_type.iface.get_alloc_size = Some(alloc_size);
         FakeDevice(fake)
     }
 
@@ -409,6 +417,29 @@ unsafe extern "C" fn buffer_type_name(kind: sys::ggml_backend_buffer_type_t) -> 
 
 unsafe extern "C" fn alignment(_: sys::ggml_backend_buffer_type_t) -> usize {
     ALIGNMENT
+}
+
+unsafe extern "C" fn max_size(kind: sys::ggml_backend_buffer_type_t) -> usize {
+    // SAFETY: ggml passes the buffer type of a fake.
+    unsafe { fake((*kind).context) }.options.largest_buffer
+}
+
+unsafe extern "C" fn alloc_size(
+    kind: sys::ggml_backend_buffer_type_t,
+    tensor: *const sys::ggml_tensor,
+) -> usize {
+    // SAFETY: ggml passes the buffer type of a fake, and a live tensor.
+    unsafe {
+        // ggml allows this for leaves.
+        let is_leaf = (*tensor).op == sys::GGML_OP_NONE;
+        let padding = fake((*kind).context).options.padding.max(1);
+        let bytes = sys::ggml_nbytes(tensor);
+        if is_leaf {
+            bytes.next_multiple_of(padding)
+        } else {
+            bytes
+        }
+    }
 }
 
 /// What a buffer's context points to.

@@ -33,4 +33,4 @@ pub use dtype::DType;
 pub use error::{Bytes, Error, Result};
 pub use host_mapping::HostMapping;
 pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
-pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local};
+pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};

@@ -161,7 +161,7 @@ impl MappedFile {
 
     /// Bytes from the first to the end of the last page.
     pub fn mapped_len(&self) -> u64 {
-        self.length.next_multiple_of(page_size())
+        pages(self.length)
     }
 
     /// Copies the bytes of the file in `range` into `into`; `None` if they are not as many, or not all in the file.
@@ -199,6 +199,11 @@ impl MappedFile {
 
     #[cfg(not(unix))]
     fn advise(&self, _hint: AccessHint) {}
+}
+
+/// Bytes of the pages that a file of `length` bytes takes when it is mapped.
+pub fn pages(length: u64) -> u64 {
+    length.next_multiple_of(page_size())
 }
 
 /// Bytes of a page of memory, what mappings are counted in.

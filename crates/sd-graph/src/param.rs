@@ -1,7 +1,7 @@
 //! Parameters: named weights of a model, declared first and loaded later.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use sd_backend::{Buffer, DType};
 
@@ -17,7 +17,7 @@ struct Inner {
     name: String,
     shape: Shape,
     dtype: DType,
-    place: OnceLock<Place>,
+    place: RwLock<Option<Place>>,
 }
 
 /// Where a loaded parameter lies.
@@ -33,7 +33,7 @@ impl Param {
             name,
             shape,
             dtype,
-            place: OnceLock::new(),
+            place: RwLock::default(),
         }))
     }
 
@@ -63,16 +63,21 @@ impl Param {
 
     /// Whether its values are in memory.
     pub fn is_loaded(&self) -> bool {
-        self.0.place.get().is_some()
+        self.place().is_some()
     }
 
-    pub(crate) fn place(&self) -> Option<&Place> {
-        self.0.place.get()
+    /// Where it lies; whoever keeps the result keeps the memory.
+    pub(crate) fn place(&self) -> Option<Place> {
+        self.0
+            .place
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
-    pub(crate) fn set_place(&self, place: Place) {
-        // A parameter is loaded once, by the loader that declared it; a second time would change nothing.
-        let _ = self.0.place.set(place);
+    /// Says where it lies, or that it no longer is in memory.
+    pub(crate) fn set_place(&self, place: Option<Place>) {
+        *self.0.place.write().unwrap_or_else(PoisonError::into_inner) = place;
     }
 
     /// Tells one parameter from another, whatever their names.

@@ -1,6 +1,7 @@
 //! Plans: a graph of fixed shapes, in memory, ready to run many times. One of the places with `unsafe` in it.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use sd_backend::{Backend, Buffer, Device, MemoryKind, Reservation};
 use sd_ggml_sys as sys;
@@ -9,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::graph::{Element, Graph, Recording, TensorId, check_index};
 use crate::lower::{Lowered, lower, unsupported};
 use crate::op::Op;
-use crate::raw::RawTensor;
+use crate::param::Place;
+use crate::raw::{RawTensor, bytes_on};
 use crate::run::Cancel;
 
 /// A graph that was built, checked and allocated once. Only its inputs change from run to run.
@@ -19,6 +21,8 @@ pub struct Plan {
     lowered: Lowered,
     allocator: Allocator,
     _constants: Option<Buffer>,
+    /// The memory of the parameters, which may be unloaded meanwhile.
+    _weights: Vec<Arc<Buffer>>,
     _compute: Reservation,
     recording: Recording,
     /// One per input: whether it was set since the last run.
@@ -56,6 +60,7 @@ impl Plan {
     pub fn build(backend: &Backend, build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Plan> {
         let device = backend.device();
         let recording = Recording::of(build)?;
+        let mut places = Vec::with_capacity(recording.params.len());
         for param in &recording.params {
             let Some(place) = param.place() else {
                 return Err(Error::NotLoaded {
@@ -69,9 +74,10 @@ impl Plan {
                     wanted: device.name(),
                 });
             }
+            places.push(place);
         }
         let lowered = lower(&recording, backend).map_err(|_| backend.out_of_memory(0))?;
-        bind_params(&recording, &lowered, backend)?;
+        bind_params(&recording, &places, &lowered, backend)?;
         let constants = place_constants(&recording, &lowered, backend)?;
         if let Some(operation) = unsupported(&lowered, backend) {
             return Err(Error::Unsupported {
@@ -94,6 +100,7 @@ impl Plan {
             lowered,
             allocator,
             _constants: constants,
+            _weights: buffers_of(places),
             _compute: reservation,
             recording,
             is_set,
@@ -289,17 +296,26 @@ impl Drop for Allocator {
     }
 }
 
-/// Points the graph's leaves for parameters to where these lie.
-fn bind_params(recording: &Recording, lowered: &Lowered, backend: &Backend) -> Result<()> {
+/// Points the graph's leaves for parameters to `places`, where these lie.
+fn bind_params(
+    recording: &Recording,
+    places: &[Place],
+    lowered: &Lowered,
+    backend: &Backend,
+) -> Result<()> {
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
         let Op::Param(index) = node.op else { continue };
-        let param = &recording.params[index];
-        let place = param.place().ok_or_else(|| Error::NotLoaded {
-            name: param.name().to_owned(),
-        })?;
-        bind(tensor, &place.buffer, place.offset, backend)?;
+        bind(tensor, &places[index].buffer, places[index].offset, backend)?;
     }
     Ok(())
+}
+
+/// Each buffer among `places` once.
+fn buffers_of(places: Vec<Place>) -> Vec<Arc<Buffer>> {
+    let mut buffers: Vec<Arc<Buffer>> = places.into_iter().map(|place| place.buffer).collect();
+    buffers.sort_by_key(Arc::as_ptr);
+    buffers.dedup_by(|one, other| Arc::ptr_eq(one, other));
+    buffers
 }
 
 /// Allocates and fills the constants of a graph.
@@ -317,8 +333,8 @@ fn place_constants(
         };
         let bytes = recording.constants[index].as_slice();
         placed.push((tensor, bytes, total));
-        total = bytes
-            .len()
+        // SAFETY: the graph's arena is alive.
+        total = unsafe { bytes_on(tensor, backend.device()) }
             .checked_next_multiple_of(alignment)
             .and_then(|bytes| total.checked_add(bytes))
             .ok_or_else(|| backend.out_of_memory(u64::MAX))?;

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use sd_backend::DType;
+use sd_backend::{DType, Device};
 use sd_ggml_sys as sys;
 
 use crate::shape::Shape;
@@ -82,5 +82,17 @@ impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: the context is live and nobody else frees it.
         unsafe { sys::ggml_free(self.context.as_ptr()) };
+    }
+}
+
+/// Bytes that `tensor` takes in the memory of `device`: some want the rows of weights padded.
+///
+/// # Safety
+/// The arena of `tensor` is alive.
+pub(crate) unsafe fn bytes_on(tensor: RawTensor, device: Device) -> usize {
+    // SAFETY: the device and its buffer type live for ever; the tensor is live as the caller promises.
+    unsafe {
+        let kind = sys::ggml_backend_dev_buffer_type(device.as_ptr());
+        sys::ggml_backend_buft_get_alloc_size(kind, tensor.as_ptr())
     }
 }

@@ -9,6 +9,7 @@ use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
 use super::gguf;
 use super::index_json::{self, ShardIndex};
+use super::mapping::Mappings;
 use super::safetensors;
 use super::tensor_info::TensorInfo;
 
@@ -21,6 +22,7 @@ pub(super) struct Contents {
     pub(super) metadata: BTreeMap<String, String>,
     pub(super) bytes: u64,
     pub(super) parameters: u64,
+    pub(super) mappings: Mappings,
 }
 
 impl Contents {

@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use sd_backend::{MapOptions, MappedFile};
+
 use super::error::{CheckpointError, shown};
 
 /// A regular file, held open at the length it had when it was opened.
@@ -40,6 +42,16 @@ impl WeightFile {
     /// Bytes when it was opened.
     pub(super) fn length(&self) -> u64 {
         self.length
+    }
+
+    /// Maps it; it must still be as long as when it was opened.
+    pub(super) fn map(&self, options: MapOptions) -> io::Result<MappedFile> {
+        MappedFile::open(&self.file, self.length, options)
+    }
+
+    /// Whether it lies on a disk of this machine.
+    pub(super) fn is_local(&self) -> bool {
+        sd_backend::is_local(&self.file)
     }
 
     /// Fills `into` from byte `offset` of the file; `tensor` is the one being read, for the error.

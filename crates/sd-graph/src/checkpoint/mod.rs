@@ -13,6 +13,7 @@ mod gguf;
 mod gguf_cursor;
 mod header;
 mod index_json;
+mod mapping;
 mod safetensors;
 mod stored_type;
 mod string_map;

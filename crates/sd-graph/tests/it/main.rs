@@ -10,6 +10,7 @@
 mod checkpoint;
 mod gguf_file;
 mod loading;
+mod mapping;
 mod ops;
 mod plans;
 mod quantized;
