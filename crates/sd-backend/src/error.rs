@@ -75,6 +75,14 @@ pub enum Error {
         /// What is wrong with it.
         reason: &'static str,
     },
+    /// A placement that cannot be read.
+    #[error("placement `{text}`: {reason}")]
+    Placement {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// The device refused or failed to run a graph.
     #[error("device {device} failed while computing ({reason})")]
     Compute {

@@ -24,6 +24,7 @@ mod host_mapping;
 mod ledger;
 mod log;
 mod mapped_file;
+mod placement;
 
 pub use backend::{Backend, BackendOptions};
 pub use budget::{MemoryBudget, MemoryBudgets};
@@ -34,3 +35,4 @@ pub use error::{Bytes, Error, Result};
 pub use host_mapping::HostMapping;
 pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
 pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};
+pub use placement::{Component, DeviceChoice, Need, Placement, Residence, Seat, Wish, peak, seats};

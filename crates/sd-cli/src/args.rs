@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use sd_backend::MemoryBudgets;
+use sd_backend::{Mapping, MemoryBudgets, Placement};
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 
@@ -92,6 +92,15 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "BUDGET", default_value = "auto")]
     pub(crate) memory_budget: MemoryBudgets,
 
+    /// Where the parts go: a device for all, or by part, such as diffusion=cuda0,vae=cpu,text-encoder=cuda0@disk. After
+    /// an @: where the part's weights are while it does not run (device, host, disk). The rest is chosen.
+    #[arg(long, value_name = "PLACEMENT")]
+    pub(crate) placement: Option<Placement>,
+
+    /// Use weight files where they lie in memory: auto, never, always (also where a device does not say it can).
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    pub(crate) mapping: Mapping,
+
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
@@ -129,8 +138,17 @@ pub(crate) struct Plan {
     pub(crate) device: String,
 
     /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
-    #[arg(long, value_name = "BUDGET")]
-    pub(crate) memory_budget: Option<MemoryBudgets>,
+    #[arg(long, value_name = "BUDGET", default_value = "auto")]
+    pub(crate) memory_budget: MemoryBudgets,
+
+    /// Where the parts go: a device for all, or by part, such as diffusion=cuda0,vae=cpu,text-encoder=cuda0@disk. After
+    /// an @: where the part's weights are while it does not run (device, host, disk). The rest is chosen.
+    #[arg(long, value_name = "PLACEMENT")]
+    pub(crate) placement: Option<Placement>,
+
+    /// Use weight files where they lie in memory: auto, never, always (also where a device does not say it can).
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    pub(crate) mapping: Mapping,
 
     /// Print JSON on standard output.
     #[arg(long)]

@@ -44,6 +44,10 @@ struct Seconds {
 #[derive(Debug, Serialize)]
 struct Bytes {
     weights: u64,
+    /// Of them, those that are used where they lie in a file.
+    mapped: u64,
+    copied: u64,
+    converted: u64,
     compute: u64,
     file: u64,
     /// Most bytes of this process in memory at once, where the system tells.
@@ -61,7 +65,9 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     let mut display = Display::new(arguments.json);
 
     let mut builder = Pipeline::open(&folder)?
-        .device(&arguments.device)
+        .device(arguments.device.as_str())
+        .placement(arguments.placement.clone().unwrap_or_default())
+        .mapping(arguments.mapping)
         .memory_budget(arguments.memory_budget.clone());
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);
@@ -123,6 +129,9 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         },
         bytes: Bytes {
             weights: made.weight_bytes,
+            mapped: pipeline.loaded().mapped,
+            copied: pipeline.loaded().copied,
+            converted: pipeline.loaded().converted,
             compute: made.compute_bytes,
             file: file_size(&arguments.output),
             peak_resident: peak_resident(),

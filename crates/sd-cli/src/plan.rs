@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use sd_backend::Bytes;
-use sd_models::{MemoryPlan, Pipeline};
+use sd_models::Pipeline;
 use serde::Serialize;
 
 use crate::args::Plan;
@@ -11,94 +11,116 @@ use crate::error::Error;
 
 /// What `--json` prints. All sizes are bytes.
 #[derive(Debug, Serialize)]
-struct Report<'a> {
-    device: &'a str,
+struct Report {
     width: usize,
     height: usize,
-    weights: Vec<Part<'a>>,
-    stages: Vec<Part<'a>>,
+    parts: Vec<Part>,
+    devices: Vec<Need>,
+    fits: bool,
+}
+
+/// One part of the model.
+#[derive(Debug, Serialize)]
+struct Part {
+    name: &'static str,
+    device: String,
+    /// Where its weights are while it does not run.
+    residence: &'static str,
+    weights: u64,
+    compute: u64,
+    reason: String,
+}
+
+/// What one device has to hold.
+#[derive(Debug, Serialize)]
+struct Need {
+    name: String,
+    peak: u64,
     smallest_budget: u64,
     available: Option<u64>,
     fits: bool,
 }
 
-#[derive(Debug, Serialize)]
-struct Part<'a> {
-    name: &'a str,
-    bytes: u64,
-}
-
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
-    let mut builder = Pipeline::open(&arguments.model)?.device(&arguments.device);
-    if let Some(budgets) = &arguments.memory_budget {
-        builder = builder.memory_budget(budgets.clone());
-    }
     let size = crate::generate::size(arguments.width, arguments.height);
-    let plan = builder.plan(size, arguments.tokens)?;
+    let plan = Pipeline::open(&arguments.model)?
+        .device(arguments.device.as_str())
+        .placement(arguments.placement.clone().unwrap_or_default())
+        .mapping(arguments.mapping)
+        .memory_budget(arguments.memory_budget.clone())
+        .plan(size, arguments.tokens)?;
 
-    let stages = [
-        ("encode", plan.stages.encode),
-        ("denoise", plan.stages.denoise),
-        ("decode", plan.stages.decode),
-    ]
-    .map(|(name, estimate)| Part {
-        name,
-        bytes: estimate.compute_bytes + estimate.constant_bytes,
-    });
     let report = Report {
-        device: &plan.device,
         width: plan.width,
         height: plan.height,
-        weights: plan
-            .weights
-            .iter()
-            .map(|&(name, bytes)| Part { name, bytes })
-            .collect(),
-        stages: stages.into(),
-        smallest_budget: plan.smallest,
-        available: plan.available,
         fits: plan.fits(),
+        parts: plan
+            .seats
+            .iter()
+            .map(|seat| Part {
+                name: seat.component.name(),
+                device: seat.device.name(),
+                residence: seat.residence.name(),
+                weights: seat.weights,
+                compute: seat.compute,
+                reason: seat.reason.clone(),
+            })
+            .collect(),
+        devices: plan
+            .devices
+            .iter()
+            .map(|need| Need {
+                name: need.device.name(),
+                peak: need.peak,
+                smallest_budget: need.smallest,
+                available: need.available,
+                fits: need.fits(),
+            })
+            .collect(),
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
         serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {
-        print(&mut out, &report, &plan)?;
+        print(&mut out, &report)?;
     }
     Ok(())
 }
 
-fn print(out: &mut impl Write, report: &Report<'_>, plan: &MemoryPlan) -> std::io::Result<()> {
+fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
+    let size = |bytes: u64| Bytes(bytes).to_string();
+    writeln!(out, "a picture of {}x{}", report.width, report.height)?;
     writeln!(
         out,
-        "a picture of {}x{} on {}",
-        report.width, report.height, report.device
+        "  {:14} {:10} {:7} {:>12} {:>12}",
+        "part", "runs on", "lives", "weights", "computes in"
     )?;
-    for part in &report.weights {
+    for part in &report.parts {
         writeln!(
             out,
-            "  weights, {:14} {:>12}",
+            "  {:14} {:10} {:7} {:>12} {:>12}",
             part.name,
-            Bytes(part.bytes).to_string()
+            part.device,
+            part.residence,
+            size(part.weights),
+            size(part.compute)
         )?;
+        writeln!(out, "    {}", part.reason)?;
     }
-    for part in &report.stages {
+    for need in &report.devices {
+        let left = match (need.available, need.fits) {
+            (Some(available), true) => format!("fits: {} may be used", size(available)),
+            (Some(available), false) => format!("does not fit: {} may be used", size(available)),
+            (None, _) => "it does not say what is free".to_owned(),
+        };
         writeln!(
             out,
-            "  compute, {:14} {:>12}",
-            part.name,
-            Bytes(part.bytes).to_string()
+            "{}: holds up to {}; smallest budget {}; {left}",
+            need.name,
+            size(need.peak),
+            size(need.smallest_budget)
         )?;
     }
-    writeln!(
-        out,
-        "smallest budget: {} (all weights and the stage that needs most)",
-        Bytes(report.smallest_budget)
-    )?;
-    match plan.available {
-        Some(available) if plan.fits() => writeln!(out, "fits: {} may be used", Bytes(available)),
-        Some(available) => writeln!(out, "does not fit: {} may be used", Bytes(available)),
-        None => writeln!(out, "the device does not say what is free"),
-    }
+    Ok(())
 }

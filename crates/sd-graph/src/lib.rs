@@ -39,6 +39,7 @@ mod raw;
 mod run;
 mod scope;
 pub mod shape;
+mod weights;
 
 pub use cache::PlanCache;
 pub use checkpoint::{Checkpoint, CheckpointError, StoredType, TensorInfo, UnknownStoredType};
@@ -51,3 +52,4 @@ pub use plan::{Estimate, Plan};
 pub use run::{Cancel, Progress, Reporter};
 pub use scope::{Declarations, LoadOptions, Mismatch, Role, Scope};
 pub use shape::Shape;
+pub use weights::Weights;

@@ -278,6 +278,22 @@ pub(crate) fn allocate(
     Ok(places)
 }
 
+/// Puts `tensor`, a fresh leaf, at `place`, which [`allocate`] made for it or a mapped file has it at.
+pub(crate) fn bind(tensor: RawTensor, place: &Place, backend: &Backend) -> Result<()> {
+    // SAFETY: the tensor is fresh. Its place has as many bytes inside the buffer as the device wants for it, aligned:
+    // that is how places are made. ggml may prepare the padding behind its rows now.
+    let status = unsafe {
+        let base = sys::ggml_backend_buffer_get_base(place.buffer.as_ptr()).cast::<u8>();
+        let address = base.add(place.offset).cast();
+        sys::ggml_backend_tensor_alloc(place.buffer.as_ptr(), tensor.as_ptr(), address)
+    };
+    if status == sys::GGML_STATUS_SUCCESS {
+        Ok(())
+    } else {
+        Err(backend.out_of_memory(0).into())
+    }
+}
+
 /// One parameter that has to be copied.
 struct Job<'p> {
     param: &'p Param,
@@ -306,16 +322,7 @@ impl Target {
         let tensor = arena
             .tensor(param.dtype(), param.shape())
             .map_err(no_room)?;
-        // SAFETY: the tensor is fresh; `allocate` gave it as many bytes inside the buffer as the device wants for it,
-        // aligned. ggml may prepare the padding behind its rows now.
-        let status = unsafe {
-            let base = sys::ggml_backend_buffer_get_base(place.buffer.as_ptr()).cast::<u8>();
-            let address = base.add(place.offset).cast();
-            sys::ggml_backend_tensor_alloc(place.buffer.as_ptr(), tensor.as_ptr(), address)
-        };
-        if status != sys::GGML_STATUS_SUCCESS {
-            return Err(backend.out_of_memory(param.bytes() as u64).into());
-        }
+        bind(tensor, place, backend)?;
         Ok(match place.buffer.host_address() {
             // SAFETY: the offset lies inside the buffer.
             Some(base) => Target::Host(unsafe { base.add(place.offset) }),

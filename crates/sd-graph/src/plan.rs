@@ -8,6 +8,7 @@ use sd_ggml_sys as sys;
 
 use crate::error::{Error, Result};
 use crate::graph::{Element, Graph, Recording, TensorId, check_index};
+use crate::load::bind;
 use crate::lower::{Lowered, lower, unsupported};
 use crate::op::Op;
 use crate::param::Place;
@@ -20,7 +21,7 @@ pub struct Plan {
     // Field order is drop order: ggml's allocator frees memory that tensors of the graph point into, nothing reads it.
     lowered: Lowered,
     allocator: Allocator,
-    _constants: Option<Buffer>,
+    _constants: Option<Arc<Buffer>>,
     /// The memory of the parameters, which may be unloaded meanwhile.
     _weights: Vec<Arc<Buffer>>,
     _compute: Reservation,
@@ -247,11 +248,7 @@ impl Estimate {
                 .map(|param| param.bytes() as u64)
                 .sum(),
             compute_bytes,
-            constant_bytes: recording
-                .constants
-                .iter()
-                .map(|bytes| bytes.len() as u64)
-                .sum(),
+            constant_bytes: lay_out_constants(&recording, &lowered, backend)?.1 as u64,
         })
     }
 }
@@ -305,7 +302,7 @@ fn bind_params(
 ) -> Result<()> {
     for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
         let Op::Param(index) = node.op else { continue };
-        bind(tensor, &places[index].buffer, places[index].offset, backend)?;
+        bind(tensor, &places[index], backend)?;
     }
     Ok(())
 }
@@ -318,12 +315,14 @@ fn buffers_of(places: Vec<Place>) -> Vec<Arc<Buffer>> {
     buffers
 }
 
-/// Allocates and fills the constants of a graph.
-fn place_constants(
-    recording: &Recording,
+/// The constants of a graph as leaf, values and offset in one buffer, and the bytes of that buffer.
+type Constants<'r> = (Vec<(RawTensor, &'r [u8], usize)>, usize);
+
+fn lay_out_constants<'r>(
+    recording: &'r Recording,
     lowered: &Lowered,
     backend: &Backend,
-) -> Result<Option<Buffer>> {
+) -> Result<Constants<'r>> {
     let alignment = Buffer::alignment(backend.device());
     let mut total = 0_usize;
     let mut placed = Vec::new();
@@ -339,36 +338,37 @@ fn place_constants(
             .and_then(|bytes| total.checked_add(bytes))
             .ok_or_else(|| backend.out_of_memory(u64::MAX))?;
     }
+    Ok((placed, total))
+}
+
+/// Allocates and fills the constants of a graph.
+fn place_constants(
+    recording: &Recording,
+    lowered: &Lowered,
+    backend: &Backend,
+) -> Result<Option<Arc<Buffer>>> {
+    let (placed, total) = lay_out_constants(recording, lowered, backend)?;
     if placed.is_empty() {
         return Ok(None);
     }
-    let buffer = Buffer::allocate(
+    let buffer = Arc::new(Buffer::allocate(
         backend.ledger(),
         backend.device(),
         total,
         MemoryKind::Compute,
-    )?;
+    )?);
     for (tensor, bytes, offset) in placed {
-        bind(tensor, &buffer, offset, backend)?;
+        let place = Place {
+            buffer: Arc::clone(&buffer),
+            offset,
+        };
+        bind(tensor, &place, backend)?;
         // SAFETY: the tensor was just bound to memory of its size, which is that of `bytes` (checked when recorded).
         unsafe {
             sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len())
         };
     }
     Ok(Some(buffer))
-}
-
-fn bind(tensor: RawTensor, buffer: &Buffer, offset: usize, backend: &Backend) -> Result<()> {
-    // SAFETY: the tensor is a fresh leaf; offsets were computed so that its bytes lie inside the buffer, aligned.
-    let status = unsafe {
-        let base = sys::ggml_backend_buffer_get_base(buffer.as_ptr()).cast::<u8>();
-        sys::ggml_backend_tensor_alloc(buffer.as_ptr(), tensor.as_ptr(), base.add(offset).cast())
-    };
-    if status == sys::GGML_STATUS_SUCCESS {
-        Ok(())
-    } else {
-        Err(backend.out_of_memory(0).into())
-    }
 }
 
 fn find(

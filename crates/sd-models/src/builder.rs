@@ -1,57 +1,49 @@
-//! Between a folder and a loaded model: choosing a device and memory, planning, loading.
+//! Between a folder and a loaded model: choosing devices and memory, planning, loading.
 
 use std::path::PathBuf;
 
-use sd_backend::{Backend, BackendOptions, DType, Device, Ledger, MemoryBudgets};
-use sd_graph::{Cancel, LoadOptions, Progress, Reporter};
+use sd_backend::{
+    BackendOptions, Component, DType, DeviceChoice, Ledger, Mapping, MemoryBudgets, Placement,
+};
+use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter};
 
 use crate::config::read_json;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::pipeline::Pipeline;
-use crate::qwen_image_2_1::{QwenImage21, StageEstimates};
+use crate::qwen_image_2_1::{IN_ORDER, QwenImage21};
 use crate::request::{Defaults, rounded};
+use crate::seating::{Backends, MemoryPlan, Seating, Wishes};
+
+/// Tokens of a prompt of common length, for what is decided before there is one.
+const COMMON_PROMPT: usize = 64;
 
 /// A model that was opened and checked but not yet loaded.
 #[derive(Debug)]
 pub struct PipelineBuilder {
     pub(crate) folder: PathBuf,
-    pub(crate) device: String,
+    pub(crate) wishes: Wishes,
     pub(crate) backend: BackendOptions,
     pub(crate) load: LoadOptions,
 }
 
-/// What a picture needs, found without loading anything.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryPlan {
-    /// Name of the device.
-    pub device: String,
-    /// Width in pixels.
-    pub width: usize,
-    /// Height in pixels.
-    pub height: usize,
-    /// Bytes of weights by part.
-    pub weights: Vec<(&'static str, u64)>,
-    /// What each stage computes in, beside the weights.
-    pub stages: StageEstimates,
-    /// Bytes of the smallest budget that does: all weights and the stage that needs most.
-    pub smallest: u64,
-    /// Bytes that may be taken now, if anything is known.
-    pub available: Option<u64>,
-}
-
-impl MemoryPlan {
-    /// Whether it fits now.
-    pub fn fits(&self) -> bool {
-        self.available
-            .is_none_or(|available| self.smallest <= available)
-    }
-}
-
 impl PipelineBuilder {
-    /// Chooses a device, in the words of [`Device::select`]. `auto` if not called.
-    pub fn device(mut self, selector: &str) -> Self {
-        selector.clone_into(&mut self.device);
+    /// Chooses the device for everything that no [`PipelineBuilder::placement`] puts elsewhere: in the words of
+    /// [`Device::select`](sd_backend::Device::select), or a device itself. `auto` if not called.
+    pub fn device(mut self, device: impl Into<DeviceChoice>) -> Self {
+        self.wishes.device = device.into();
+        self
+    }
+
+    /// Says which device runs each part, and where its parameters live. What is left open is chosen: as much as the
+    /// memory allows stays on its device, the transformer first.
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.wishes.placement = placement;
+        self
+    }
+
+    /// Says whether weight files may be used where they lie in memory. [`Mapping::Auto`] if not called.
+    pub fn mapping(mut self, mapping: Mapping) -> Self {
+        self.wishes.mapping = mapping;
         self
     }
 
@@ -86,20 +78,23 @@ impl PipelineBuilder {
     /// # Errors
     /// [`Error::Size`], and everything that can be wrong with files.
     pub fn plan(&self, size: Option<(usize, usize)>, tokens: usize) -> Result<MemoryPlan> {
-        let backend = Backend::new(Device::select(&self.device)?, &self.backend)?;
         let defaults = self.defaults()?;
         let model = QwenImage21::open(&self.folder, &self.load)?;
         let (width, height) = rounded(size.unwrap_or((defaults.width, defaults.height)))?;
         let scale = model.scale_factor();
-        let stages = model.estimate(&backend, tokens.max(1), (height / scale, width / scale))?;
+        let seating = Seating::find(
+            &model,
+            &self.wishes,
+            &mut Backends::new(self.backend.clone()),
+            tokens.max(1),
+            (height / scale, width / scale),
+            |_| 0,
+        )?;
         Ok(MemoryPlan {
-            device: backend.device().name(),
             width,
             height,
-            weights: model.weight_bytes_by_part().to_vec(),
-            stages,
-            smallest: model.weight_bytes() + stages.peak_bytes(),
-            available: backend.ledger().report(backend.device()).available,
+            seats: seating.seats,
+            devices: seating.devices,
         })
     }
 
@@ -123,46 +118,58 @@ impl PipelineBuilder {
 
     /// Loads the weights, telling of progress; `cancel` stops loading, and later everything else too.
     ///
+    /// Where parts go is decided for a picture of the model's default size and a prompt of common length. It is decided
+    /// anew for a picture that needs more.
+    ///
     /// # Errors
     /// Everything that can be wrong with files, memory that runs out, or the run was cancelled.
     pub fn load_with(self, cancel: &Cancel, progress: &mut dyn Reporter) -> Result<Pipeline> {
-        let backend = Backend::new(Device::select(&self.device)?, &self.backend)?;
+        let mut backends = Backends::new(self.backend.clone());
         let defaults = self.defaults()?;
         let mut model = QwenImage21::open(&self.folder, &self.load)?;
+        let scale = model.scale_factor();
+        let size = (defaults.height / scale, defaults.width / scale);
+        let seating = Seating::find(
+            &model,
+            &self.wishes,
+            &mut backends,
+            COMMON_PROMPT,
+            size,
+            |_| 0,
+        )?;
+        // What does not fit now may still do for a smaller picture, unless not even the weights get in.
         progress.report(&Progress::Stage("load"));
-        let loaded = model
-            .load(&backend, cancel, progress)
-            .map_err(|error| match error {
-                Error::Engine(sd_graph::Error::Backend(
-                    source @ sd_backend::Error::OutOfMemory { .. },
-                )) => {
-                    let smallest = smallest_budget(&model, &backend, defaults);
-                    smallest.map_or(Error::from(source.clone()), |smallest| {
-                        Error::TooLittleMemory { source, smallest }
-                    })
-                }
-                other => other,
-            })?;
+        let loaded = seat(&mut model, &seating, &mut backends, cancel, progress)
+            .map_err(|error| seating.explain(error))?;
         Ok(Pipeline {
             model,
-            backend,
+            backends,
+            wishes: self.wishes,
+            seating,
             defaults,
             loaded,
             cancel: cancel.clone(),
+            empty: None,
         })
     }
 }
 
-/// Bytes of all weights and the stage that needs most, for a picture of the default size and a prompt of common length.
-fn smallest_budget(model: &QwenImage21, backend: &Backend, defaults: Defaults) -> Option<u64> {
-    const COMMON_PROMPT: usize = 64;
-    let scale = model.scale_factor();
-    let stages = model
-        .estimate(
-            backend,
-            COMMON_PROMPT,
-            (defaults.height / scale, defaults.width / scale),
-        )
-        .ok()?;
-    Some(model.weight_bytes() + stages.peak_bytes())
+/// Brings the parts of `model` to where `seating` has them.
+pub(crate) fn seat(
+    model: &mut QwenImage21,
+    seating: &Seating,
+    backends: &mut Backends,
+    cancel: &Cancel,
+    progress: &mut dyn Reporter,
+) -> Result<LoadReport> {
+    let mut total = LoadReport::default();
+    for (seat, component) in seating.seats.iter().zip(IN_ORDER) {
+        let weights = model.weights_mut(component);
+        weights.live(seat.residence, seating.mapping);
+        total.add(weights.load(backends.on(seat.device)?, cancel, progress)?);
+    }
+    Ok(total)
 }
+
+/// The device that runs the steps, which is what a pipeline is said to run on.
+pub(crate) const MAIN: Component = Component::Diffusion;

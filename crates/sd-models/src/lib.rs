@@ -13,8 +13,9 @@ pub mod qwen_image_2_1;
 mod request;
 pub mod rope;
 mod schedule;
+mod seating;
 
-pub use builder::{MemoryPlan, PipelineBuilder};
+pub use builder::PipelineBuilder;
 pub use error::{Error, Result};
 pub use image::Image;
 pub use model_index::ModelIndex;
@@ -22,3 +23,4 @@ pub use pipeline::Pipeline;
 pub use qwen_image_2_1::Condition;
 pub use request::{Defaults, GenerateReport, Request};
 pub use schedule::{FlowMatchEuler, Schedule, TimeShift};
+pub use seating::{DeviceNeed, MemoryPlan};

@@ -3,17 +3,20 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sd_backend::{Backend, BackendOptions, Device, MemoryReport};
+use sd_backend::{
+    Backend, BackendOptions, Component, Device, Mapping, MemoryReport, Residence, Seat,
+};
 use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter};
 
-use crate::builder::PipelineBuilder;
+use crate::builder::{MAIN, PipelineBuilder, seat};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
 use crate::noise;
-use crate::qwen_image_2_1::{Condition, QwenImage21};
+use crate::qwen_image_2_1::{Condition, IN_ORDER, QwenImage21};
 use crate::request::{Defaults, GenerateReport, LARGEST_SIDE, Request, describe, rounded};
 use crate::schedule::Schedule;
+use crate::seating::{Backends, DeviceNeed, Seating, Wishes};
 
 /// A loaded model with a device to run on: encodes prompts and makes pictures.
 ///
@@ -35,10 +38,14 @@ use crate::schedule::Schedule;
 #[derive(Debug)]
 pub struct Pipeline {
     pub(crate) model: QwenImage21,
-    pub(crate) backend: Backend,
+    pub(crate) backends: Backends,
+    pub(crate) wishes: Wishes,
+    pub(crate) seating: Seating,
     pub(crate) defaults: Defaults,
     pub(crate) loaded: LoadReport,
     pub(crate) cancel: Cancel,
+    /// The empty prompt, which guidance leads away from where nothing else is said.
+    pub(crate) empty: Option<Condition>,
 }
 
 impl Pipeline {
@@ -58,7 +65,7 @@ impl Pipeline {
         }
         Ok(PipelineBuilder {
             folder: folder.to_owned(),
-            device: "auto".to_owned(),
+            wishes: Wishes::default(),
             backend: BackendOptions::default(),
             load: LoadOptions::default(),
         })
@@ -69,7 +76,13 @@ impl Pipeline {
     /// # Errors
     /// [`Error::Prompt`], or the engine's.
     pub fn encode(&mut self, prompt: &str) -> Result<Condition> {
-        self.model.encode(&mut self.backend, prompt, &self.cancel)
+        self.with_retry(Component::TextEncoder, |pipeline| {
+            pipeline.with_part(
+                Component::TextEncoder,
+                &mut |_: &Progress| {},
+                |model, backend, cancel, _| model.encode(backend, prompt, cancel),
+            )
+        })
     }
 
     /// Makes a picture.
@@ -92,28 +105,43 @@ impl Pipeline {
             None
         };
         // A picture that cannot be decoded is refused before minutes go into its latents.
-        self.check_memory(request, negative.as_ref(), size)?;
+        self.make_room(request, negative.as_ref(), size, progress)?;
 
         let started = Instant::now();
-        let latents = self.with_retry(|pipeline| {
-            progress.report(&Progress::Stage("denoise"));
-            pipeline.denoise(
-                request.condition,
-                negative.as_ref(),
-                &plan,
-                &schedule,
-                size,
+        let latents = self.with_retry(Component::Diffusion, |pipeline| {
+            pipeline.with_part(
+                Component::Diffusion,
                 progress,
+                |model, backend, cancel, progress| {
+                    progress.report(&Progress::Stage("denoise"));
+                    let mut run = Denoising {
+                        model,
+                        backend,
+                        cancel,
+                        size,
+                    };
+                    run.denoise(
+                        request.condition,
+                        negative.as_ref(),
+                        &plan,
+                        &schedule,
+                        progress,
+                    )
+                },
             )
         })?;
         let denoise = started.elapsed();
 
         let started = Instant::now();
-        let planes = self.with_retry(|pipeline| {
-            progress.report(&Progress::Stage("decode"));
-            pipeline
-                .model
-                .decode(&mut pipeline.backend, &latents, size, &pipeline.cancel)
+        let planes = self.with_retry(Component::Vae, |pipeline| {
+            pipeline.with_part(
+                Component::Vae,
+                progress,
+                |model, backend, cancel, progress| {
+                    progress.report(&Progress::Stage("decode"));
+                    model.decode(backend, &latents, size, cancel)
+                },
+            )
         })?;
         let mut image =
             Image::from_planes(&planes, plan.width, plan.height).ok_or(Error::Size {
@@ -133,88 +161,137 @@ impl Pipeline {
         Ok((image, report))
     }
 
-    /// From noise to latents `[tokens, channels]`.
-    fn denoise(
+    /// Does `work` with `component` in the memory of its device, and takes it out again if it does not live there.
+    fn with_part<T>(
         &mut self,
-        condition: &Condition,
-        negative: Option<&Condition>,
-        plan: &GenerateReport,
-        schedule: &Schedule,
-        size: (usize, usize),
+        component: Component,
         progress: &mut dyn Reporter,
-    ) -> Result<Vec<f32>> {
-        let mut latents =
-            starting_latents(plan.seed, size.0 * size.1, self.model.latent_channels());
-        for step in 0..schedule.steps() {
-            self.cancel.check().map_err(sd_graph::Error::from)?;
-            let timestep = schedule.timestep(step) / 1000.0;
-            let (model, backend, cancel) = (&mut self.model, &mut self.backend, &self.cancel);
-            let mut call = |condition: &Condition| {
-                model.velocity(backend, condition, &latents, size, timestep, cancel)
-            };
-            let mut velocity = call(condition)?;
-            if let Some(negative) = negative {
-                guide(&mut velocity, &call(negative)?, plan.guidance);
-            }
-            schedule.euler_step(step, &mut latents, &velocity);
-            if !latents.iter().all(|value| value.is_finite()) {
-                return Err(Error::NotFinite { step: step + 1 });
-            }
-            progress.report(&Progress::Step {
-                done: step + 1,
-                total: schedule.steps(),
-            });
-        }
-        Ok(latents)
+        work: impl FnOnce(&mut QwenImage21, &mut Backend, &Cancel, &mut dyn Reporter) -> Result<T>,
+    ) -> Result<T> {
+        let device = self.device_of(component);
+        let backend = self.backends.on(device)?;
+        let weights = self.model.weights_mut(component);
+        let brought = weights.bring(backend, &self.cancel, progress);
+        let outcome = match brought {
+            Ok(()) => work(&mut self.model, backend, &self.cancel, progress),
+            Err(error) => Err(error.into()),
+        };
+        self.model.release(component);
+        outcome
     }
 
-    /// Does `work`; if memory runs out, gives up all plans and does it once more.
-    fn with_retry<T>(&mut self, mut work: impl FnMut(&mut Pipeline) -> Result<T>) -> Result<T> {
+    /// Does `work` with `component`; if memory runs out, gives up what can be had again (all plans, and the weights of
+    /// other parts on the same device) and does it once more.
+    fn with_retry<T>(
+        &mut self,
+        component: Component,
+        mut work: impl FnMut(&mut Pipeline) -> Result<T>,
+    ) -> Result<T> {
         match work(self) {
             Err(error) if error.is_out_of_memory() => {
-                tracing::warn!("{error}; giving up idle plans and trying once more");
+                tracing::warn!("{error}; giving up idle plans and weights, and trying once more");
                 self.model.drop_plans();
-                work(self)
+                let device = self.device_of(component);
+                for other in IN_ORDER {
+                    if other != component && self.device_of(other) == device {
+                        self.model.evict(other);
+                    }
+                }
+                work(self).map_err(|error| self.seating.explain(error))
             }
             outcome => outcome,
         }
     }
 
-    /// Refuses a picture that would not fit even alone, and says what would do.
-    fn check_memory(
-        &self,
+    /// Sees to it that every part can run for this picture: if what stays on a device leaves too little, parts whose
+    /// place nobody chose come and go from now on.
+    ///
+    /// Refuses a picture that would not fit even so, and says what would do.
+    fn make_room(
+        &mut self,
         request: &Request<'_>,
         negative: Option<&Condition>,
         size: (usize, usize),
+        progress: &mut dyn Reporter,
     ) -> Result<()> {
         let tokens = request
             .condition
             .tokens()
             .max(negative.map_or(0, Condition::tokens));
-        let needed = self
-            .model
-            .estimate(&self.backend, tokens, size)?
-            .peak_bytes();
-        let report = self.memory();
-        let own_plans = self.model.compute_bytes();
-        match report.available {
-            Some(available) if needed > available.saturating_add(own_plans) => {
-                Err(Error::TooLittleMemory {
-                    source: self.backend.out_of_memory(needed),
-                    smallest: report
-                        .used
-                        .total()
-                        .saturating_sub(own_plans)
-                        .saturating_add(needed),
-                })
+        let held: Vec<(Device, u64)> = self
+            .seating
+            .devices
+            .iter()
+            .map(|need| (need.device, self.held_on(need.device)))
+            .collect();
+        let held = |device| {
+            let mut held = held.iter();
+            held.find(|(found, _)| *found == device)
+                .map_or(0, |(_, bytes)| *bytes)
+        };
+        let seating = Seating::find(
+            &self.model,
+            &self.wishes,
+            &mut self.backends,
+            tokens,
+            size,
+            held,
+        )?;
+        seating.check(self.backends.ledger())?;
+        let stays = |seats: &[Seat]| -> Vec<bool> {
+            seats
+                .iter()
+                .map(|seat| seat.residence == Residence::Device)
+                .collect()
+        };
+        let (was, is) = (stays(&self.seating.seats), stays(&seating.seats));
+        // Nothing that fits is moved: what stays may go, and what is mapped may be read, never the other way.
+        let moves = was.iter().zip(&is).any(|(was, is)| *was && !is);
+        let unmaps = seating.mapping == Mapping::Never && self.seating.mapping != Mapping::Never;
+        if moves || unmaps {
+            for component in IN_ORDER {
+                self.model.evict(component);
             }
-            _ => Ok(()),
+            self.loaded = seat(
+                &mut self.model,
+                &seating,
+                &mut self.backends,
+                &self.cancel,
+                progress,
+            )?;
+            self.seating = seating;
+        } else {
+            // Where things are stays; what they need is this picture's.
+            self.seating.devices = seating.devices;
         }
+        Ok(())
     }
 
-    /// Memory of the device this runs on: what it says, what was granted, what is held.
+    /// Bytes of `device` that this pipeline holds and could give back.
+    fn held_on(&self, device: Device) -> u64 {
+        IN_ORDER
+            .into_iter()
+            .filter(|&component| self.device_of(component) == device)
+            .map(|component| {
+                self.model.weights(component).device_bytes()
+                    + self.model.compute_bytes_of(component)
+            })
+            .sum()
+    }
+
+    /// Memory of the device that runs the steps: what it says, what was granted, what is held.
     pub fn memory(&self) -> MemoryReport {
-        self.backend.ledger().report(self.backend.device())
+        self.backends.ledger().report(self.device())
+    }
+
+    /// Where the parts are, and why.
+    pub fn seats(&self) -> &[Seat] {
+        &self.seating.seats
+    }
+
+    /// What each device has to hold, the one that runs the steps first.
+    pub fn devices(&self) -> &[DeviceNeed] {
+        &self.seating.devices
     }
 
     /// What the checkpoint's author recommends.
@@ -222,14 +299,20 @@ impl Pipeline {
         self.defaults
     }
 
-    /// The device this runs on.
+    /// The device that runs the steps.
     pub fn device(&self) -> Device {
-        self.backend.device()
+        self.device_of(MAIN)
     }
 
-    /// Threads that compute.
+    /// Threads that compute on the device that runs the steps; 1 where that is not the processor.
     pub fn threads(&self) -> usize {
-        self.backend.threads()
+        self.backends.threads(self.device())
+    }
+
+    fn device_of(&self, component: Component) -> Device {
+        // Every component has a seat.
+        let first = self.seating.devices[0].device;
+        self.seating.device(component).unwrap_or(first)
     }
 
     /// What loading did.
@@ -273,10 +356,65 @@ impl Pipeline {
 
     /// The negative condition of a guided run; without one the empty prompt's.
     fn negative(&mut self, request: &Request<'_>) -> Result<Condition> {
-        match request.negative {
-            Some(negative) => Ok(negative.clone()),
-            None => self.encode(""),
+        if let Some(negative) = request.negative {
+            return Ok(negative.clone());
         }
+        let empty = match self.empty.take() {
+            Some(empty) => empty,
+            None => self.encode("")?,
+        };
+        Ok(self.empty.insert(empty).clone())
+    }
+}
+
+/// The loop over the steps of a schedule.
+struct Denoising<'r> {
+    model: &'r mut QwenImage21,
+    backend: &'r mut Backend,
+    cancel: &'r Cancel,
+    /// Height and width in latents.
+    size: (usize, usize),
+}
+
+impl Denoising<'_> {
+    /// From noise to latents `[tokens, channels]`.
+    fn denoise(
+        &mut self,
+        condition: &Condition,
+        negative: Option<&Condition>,
+        plan: &GenerateReport,
+        schedule: &Schedule,
+        progress: &mut dyn Reporter,
+    ) -> Result<Vec<f32>> {
+        let tokens = self.size.0 * self.size.1;
+        let mut latents = starting_latents(plan.seed, tokens, self.model.latent_channels());
+        for step in 0..schedule.steps() {
+            self.cancel.check().map_err(sd_graph::Error::from)?;
+            let timestep = schedule.timestep(step) / 1000.0;
+            let mut call = |condition: &Condition| {
+                self.model.velocity(
+                    self.backend,
+                    condition,
+                    &latents,
+                    self.size,
+                    timestep,
+                    self.cancel,
+                )
+            };
+            let mut velocity = call(condition)?;
+            if let Some(negative) = negative {
+                guide(&mut velocity, &call(negative)?, plan.guidance);
+            }
+            schedule.euler_step(step, &mut latents, &velocity);
+            if !latents.iter().all(|value| value.is_finite()) {
+                return Err(Error::NotFinite { step: step + 1 });
+            }
+            progress.report(&Progress::Step {
+                done: step + 1,
+                total: schedule.steps(),
+            });
+        }
+        Ok(latents)
     }
 }
 

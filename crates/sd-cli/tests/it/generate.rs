@@ -218,8 +218,8 @@ fn numbers_that_make_no_picture_are_refused() {
             &["out of memory on CPU", "budget of 1.00 MiB", "would do"],
         ),
         (
-            &["--memory-budget", "12MiB"],
-            &["out of memory on CPU", "budget of 12.00 MiB", "would do"],
+            &["--memory-budget", "5MiB"],
+            &["out of memory on CPU", "budget of 5.00 MiB", "would do"],
         ),
         (&["--nonsense"], &["--nonsense"]),
     ];

@@ -12,7 +12,7 @@ mod transformer;
 mod vae;
 
 pub use layout::{AttentionRun, Layout, Segment};
-pub use model::{Condition, QwenImage21, StageEstimates};
+pub use model::{Condition, IN_ORDER, QwenImage21};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
 pub use vae::{VaeConfig, VaeDecoder};

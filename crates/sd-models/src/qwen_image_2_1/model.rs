@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use sd_backend::Backend;
+use sd_backend::{Backend, Component};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, LoadReport, Param, PlanCache,
-    Reporter, Scope, load,
+    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, LoadReport, PlanCache,
+    Reporter, Scope, Weights,
 };
 use serde::Deserialize;
 
@@ -25,12 +25,14 @@ struct ModelIndex {
     sample_sigmas: Option<Vec<f32>>,
 }
 
-/// One part of a model: its weights, and what it declared to need of them.
+/// The parts in the order in which a picture is made.
+pub const IN_ORDER: [Component; 3] = [Component::TextEncoder, Component::Diffusion, Component::Vae];
+
+/// One part of a model: what it computes, and the weights that it declared to need.
 #[derive(Debug)]
 struct Part<M> {
     module: M,
-    checkpoint: Checkpoint,
-    params: Vec<Param>,
+    weights: Weights,
 }
 
 impl<M> Part<M> {
@@ -46,8 +48,7 @@ impl<M> Part<M> {
         let params = declarations.finish()?;
         Ok(Part {
             module,
-            checkpoint,
-            params,
+            weights: Weights::new(checkpoint, params),
         })
     }
 }
@@ -140,7 +141,8 @@ impl QwenImage21 {
         })
     }
 
-    /// Brings all weights into the memory of the device of `backend`, on its account.
+    /// Brings all weights to where they live, which is the memory of the device of `backend` unless
+    /// [`QwenImage21::weights_mut`] was told otherwise.
     ///
     /// # Errors
     /// Memory, files, or a cancelled run.
@@ -151,32 +153,46 @@ impl QwenImage21 {
         progress: &mut dyn Reporter,
     ) -> Result<LoadReport> {
         let mut total = LoadReport::default();
-        let parts = [
-            (&self.text_encoder.checkpoint, &self.text_encoder.params),
-            (&self.transformer.checkpoint, &self.transformer.params),
-            (&self.vae.checkpoint, &self.vae.params),
-        ];
-        for (checkpoint, params) in parts {
-            let report = load(checkpoint, params, backend, cancel, progress)?;
-            total.bytes += report.bytes;
-            total.converted += report.converted;
+        for component in IN_ORDER {
+            let weights = self.weights_mut(component);
+            total.add(weights.load(backend, cancel, progress)?);
         }
         Ok(total)
     }
 
-    /// Bytes that all weights take in memory.
-    pub fn weight_bytes(&self) -> u64 {
-        self.weight_bytes_by_part()
-            .iter()
-            .map(|(_, bytes)| bytes)
-            .sum()
+    /// The weights of one part.
+    pub fn weights(&self, component: Component) -> &Weights {
+        match component {
+            Component::Diffusion => &self.transformer.weights,
+            Component::TextEncoder => &self.text_encoder.weights,
+            Component::Vae => &self.vae.weights,
+        }
+    }
+
+    /// The weights of one part, to say where they live and to bring them there.
+    pub fn weights_mut(&mut self, component: Component) -> &mut Weights {
+        match component {
+            Component::Diffusion => &mut self.transformer.weights,
+            Component::TextEncoder => &mut self.text_encoder.weights,
+            Component::Vae => &mut self.vae.weights,
+        }
     }
 
     /// Bytes that the plans built so far hold for what they compute.
     pub fn compute_bytes(&self) -> u64 {
-        self.text_plans.compute_bytes()
-            + self.transformer_plans.compute_bytes()
-            + self.vae_plans.compute_bytes()
+        Component::ALL
+            .map(|component| self.compute_bytes_of(component))
+            .iter()
+            .sum()
+    }
+
+    /// Bytes that the plans of one part hold for what they compute.
+    pub fn compute_bytes_of(&self, component: Component) -> u64 {
+        match component {
+            Component::Diffusion => self.transformer_plans.compute_bytes(),
+            Component::TextEncoder => self.text_plans.compute_bytes(),
+            Component::Vae => self.vae_plans.compute_bytes(),
+        }
     }
 
     /// Pixels along a side of a latent.
@@ -301,43 +317,58 @@ impl QwenImage21 {
         Ok(picture)
     }
 
-    /// What a `height x width` latent with `tokens` of text needs, stage by stage, without allocating anything.
+    /// What one part needs for a `height x width` latent with `tokens` of text, without allocating anything.
     ///
     /// # Errors
     /// The engine's.
     pub fn estimate(
         &self,
+        component: Component,
         backend: &Backend,
         tokens: usize,
         (height, width): (usize, usize),
-    ) -> Result<StageEstimates> {
-        let text_tokens = tokens + self.prompts.system_tokens();
-        let layout = Layout::text_to_image(tokens, height, width);
-        Ok(StageEstimates {
-            encode: Estimate::of(backend, |g| {
-                text_graph(g, &self.text_encoder.module, text_tokens);
-            })?,
-            denoise: Estimate::of(backend, |g| {
-                transformer_graph(g, &self.transformer.module, &layout)
-            })?,
-            decode: Estimate::of(backend, |g| {
-                decoder_graph(
-                    g,
-                    &self.vae.module,
-                    [1, self.vae_config.z_dim, height, width],
-                );
-            })?,
+    ) -> Result<Estimate> {
+        Ok(match component {
+            Component::Diffusion => {
+                let layout = Layout::text_to_image(tokens, height, width);
+                Estimate::of(backend, |g| {
+                    transformer_graph(g, &self.transformer.module, &layout);
+                })?
+            }
+            Component::TextEncoder => {
+                let text_tokens = tokens + self.prompts.system_tokens();
+                Estimate::of(backend, |g| {
+                    text_graph(g, &self.text_encoder.module, text_tokens);
+                })?
+            }
+            Component::Vae => {
+                let z = [1, self.vae_config.z_dim, height, width];
+                Estimate::of(backend, |g| decoder_graph(g, &self.vae.module, z))?
+            }
         })
     }
 
-    /// Bytes of weights by part, in the order in which they are used.
-    pub fn weight_bytes_by_part(&self) -> [(&'static str, u64); 3] {
-        let bytes = |params: &[Param]| params.iter().map(|param| param.bytes() as u64).sum();
-        [
-            ("text encoder", bytes(&self.text_encoder.params)),
-            ("transformer", bytes(&self.transformer.params)),
-            ("vae decoder", bytes(&self.vae.params)),
-        ]
+    /// Gives up the plans of one part, and its weights unless they live on their device.
+    pub fn release(&mut self, component: Component) {
+        if self.weights(component).residence() != sd_backend::Residence::Device {
+            self.drop_plans_of(component);
+            self.weights_mut(component).release();
+        }
+    }
+
+    /// Gives up the plans of one part and takes its weights out of memory, wherever they live; they come back when they
+    /// are brought.
+    pub fn evict(&mut self, component: Component) {
+        self.drop_plans_of(component);
+        self.weights_mut(component).unload();
+    }
+
+    fn drop_plans_of(&mut self, component: Component) {
+        match component {
+            Component::Diffusion => self.transformer_plans.clear(),
+            Component::TextEncoder => self.text_plans.clear(),
+            Component::Vae => self.vae_plans.clear(),
+        }
     }
 
     /// Gives up all plans and the memory they compute in; they are built again when needed.
@@ -345,30 +376,6 @@ impl QwenImage21 {
         self.text_plans.clear();
         self.transformer_plans.clear();
         self.vae_plans.clear();
-    }
-}
-
-/// What each stage of making a picture needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StageEstimates {
-    /// The text encoder, once for each prompt.
-    pub encode: Estimate,
-    /// The transformer, once or twice for each step.
-    pub denoise: Estimate,
-    /// The VAE's decoder, once.
-    pub decode: Estimate,
-}
-
-impl StageEstimates {
-    /// Bytes of the stage that needs most, beside the weights.
-    pub fn peak_bytes(&self) -> u64 {
-        let bytes = |estimate: &Estimate| estimate.compute_bytes + estimate.constant_bytes;
-        [&self.encode, &self.denoise, &self.decode]
-            .map(bytes)
-            .into_iter()
-            .max()
-            .unwrap_or(0)
     }
 }
 

@@ -9,6 +9,7 @@
 
 mod fixtures;
 mod noise;
+mod placement;
 mod prompt;
 mod published;
 mod schedule;

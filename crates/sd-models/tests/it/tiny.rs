@@ -121,7 +121,7 @@ fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
             for device in Device::all() {
                 let builder = Pipeline::open(tiny())
                     .unwrap()
-                    .device(&device.name())
+                    .device(device)
                     .threads(2);
                 let builder = match convert {
                     Some(dtype) => builder.convert_to(dtype),

@@ -1,0 +1,279 @@
+//! Finding out where the parts of a model go and what that takes, before anything is loaded.
+
+use sd_backend::{
+    Backend, BackendOptions, Component, Device, DeviceChoice, DeviceKind, Ledger, Mapping, Need,
+    Placement, Residence, Seat, peak, seats,
+};
+use sd_graph::Estimate;
+
+use crate::error::{Error, Result};
+use crate::qwen_image_2_1::{IN_ORDER, QwenImage21};
+
+/// What a picture needs, found without loading anything.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryPlan {
+    /// Width in pixels.
+    pub width: usize,
+    /// Height in pixels.
+    pub height: usize,
+    /// Where each part goes, and why, in the order in which they run.
+    pub seats: Vec<Seat>,
+    /// What each device has to hold; the one that runs the steps is first.
+    pub devices: Vec<DeviceNeed>,
+}
+
+/// What one device has to hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceNeed {
+    /// The device.
+    pub device: Device,
+    /// The most bytes at once, with the parts where the plan puts them.
+    pub peak: u64,
+    /// Bytes of the smallest budget that does, with parts that come and go.
+    pub smallest: u64,
+    /// Bytes that may be taken now, if anything is known.
+    pub available: Option<u64>,
+}
+
+impl DeviceNeed {
+    /// Whether the plan fits now.
+    pub fn fits(&self) -> bool {
+        self.available
+            .is_none_or(|available| self.peak <= available)
+    }
+}
+
+impl MemoryPlan {
+    /// Whether it fits now.
+    pub fn fits(&self) -> bool {
+        self.devices.iter().all(DeviceNeed::fits)
+    }
+}
+
+/// The streams of work of one pipeline, one for each device that it uses.
+#[derive(Debug)]
+pub(crate) struct Backends {
+    options: BackendOptions,
+    started: Vec<Backend>,
+}
+
+impl Backends {
+    pub(crate) fn new(options: BackendOptions) -> Backends {
+        Backends {
+            options,
+            started: Vec::new(),
+        }
+    }
+
+    /// The stream of work on `device`, started if it was not.
+    pub(crate) fn on(&mut self, device: Device) -> Result<&mut Backend> {
+        let index = match self
+            .started
+            .iter()
+            .position(|found| found.device() == device)
+        {
+            Some(index) => index,
+            None => {
+                self.started.push(Backend::new(device, &self.options)?);
+                self.started.len() - 1
+            }
+        };
+        Ok(&mut self.started[index])
+    }
+
+    /// Threads that compute on `device`.
+    pub(crate) fn threads(&self, device: Device) -> usize {
+        let mut started = self.started.iter();
+        started
+            .find(|backend| backend.device() == device)
+            .map_or(1, Backend::threads)
+    }
+
+    pub(crate) fn ledger(&self) -> &Ledger {
+        &self.options.ledger
+    }
+}
+
+/// Where the parts of a model go.
+#[derive(Debug, Clone)]
+pub(crate) struct Seating {
+    /// In the order of [`IN_ORDER`].
+    pub(crate) seats: Vec<Seat>,
+    pub(crate) mapping: Mapping,
+    pub(crate) devices: Vec<DeviceNeed>,
+}
+
+impl Seating {
+    /// Finds places for the parts of `model`, for a picture of `size` latents with `tokens` of text.
+    ///
+    /// `held` says how much of a device's memory is held already by the pipeline that asks and would be given back.
+    pub(crate) fn find(
+        model: &QwenImage21,
+        wishes: &Wishes,
+        backends: &mut Backends,
+        tokens: usize,
+        size: (usize, usize),
+        held: impl Fn(Device) -> u64,
+    ) -> Result<Seating> {
+        let mut runs = Vec::with_capacity(IN_ORDER.len());
+        for component in IN_ORDER {
+            let wish = wishes.placement.of(component);
+            let choice = wish.device.as_ref().unwrap_or(&wishes.device);
+            let backend = backends.on(choice.resolve()?)?;
+            let estimate = model.estimate(component, backend, tokens, size)?;
+            runs.push((backend.device(), estimate));
+        }
+        let find = |mapping| {
+            Seating::with_mapping(model, wishes, backends.ledger(), &runs, mapping, &held)
+        };
+        let found = find(wishes.mapping)?;
+        if wishes.mapping != Mapping::Auto {
+            return Ok(found);
+        }
+        // Mapped files count as a whole, used or not: where that is too much, copying what is used may fit.
+        let read = find(Mapping::Never)?;
+        if found.devices.iter().all(DeviceNeed::fits) {
+            Ok(found.with_smallest_of(&read))
+        } else {
+            Ok(read.with_smallest_of(&found))
+        }
+    }
+
+    fn with_smallest_of(mut self, other: &Seating) -> Seating {
+        for (need, other) in self.devices.iter_mut().zip(&other.devices) {
+            need.smallest = need.smallest.min(other.smallest);
+        }
+        self
+    }
+
+    /// As [`Seating::find`], for parts that run on these devices and compute in so much.
+    fn with_mapping(
+        model: &QwenImage21,
+        wishes: &Wishes,
+        ledger: &Ledger,
+        runs: &[(Device, Estimate)],
+        mapping: Mapping,
+        held: &impl Fn(Device) -> u64,
+    ) -> Result<Seating> {
+        let mut needs = Vec::with_capacity(IN_ORDER.len());
+        for (component, &(device, estimate)) in IN_ORDER.into_iter().zip(runs) {
+            let wish = wishes.placement.of(component);
+            let residence = wish.residence.unwrap_or(Residence::Device);
+            let cost = model.weights(component).cost(device, residence, mapping)?;
+            let compute = estimate.compute_bytes + estimate.constant_bytes;
+            // Staging is the host's, and over before anything is computed.
+            let compute = match device.kind() {
+                DeviceKind::Cpu => compute.max(cost.staging),
+                _ => compute,
+            };
+            needs.push(Need {
+                component,
+                device,
+                residence: wish.residence,
+                weights: cost.resident(),
+                compute,
+            });
+        }
+        let available = |device: Device| {
+            let left = ledger.report(device).available?;
+            Some(left.saturating_add(held(device)))
+        };
+        let found = seats(&needs, available, host_spare(ledger));
+        let small: Vec<Need> = needs
+            .iter()
+            .map(|need| Need {
+                residence: need.residence.or(Some(Residence::Disk)),
+                ..*need
+            })
+            .collect();
+        let small = seats(&small, |_| None, None);
+
+        let mut devices: Vec<DeviceNeed> = Vec::new();
+        let diffusion_first = Component::ALL
+            .into_iter()
+            .filter_map(|component| found.iter().find(|seat| seat.component == component));
+        for seat in diffusion_first {
+            let device = seat.device;
+            if devices.iter().all(|need| need.device != device) {
+                devices.push(DeviceNeed {
+                    device,
+                    peak: peak(&found, device),
+                    smallest: peak(&small, device).min(peak(&found, device)),
+                    available: available(device),
+                });
+            }
+        }
+        Ok(Seating {
+            seats: found,
+            mapping,
+            devices,
+        })
+    }
+
+    /// The device that runs `component`.
+    pub(crate) fn device(&self, component: Component) -> Option<Device> {
+        let mut seats = self.seats.iter();
+        seats
+            .find(|seat| seat.component == component)
+            .map(|seat| seat.device)
+    }
+
+    /// Adds to memory that ran out which budget would do.
+    pub(crate) fn explain(&self, error: Error) -> Error {
+        let Error::Engine(sd_graph::Error::Backend(source @ sd_backend::Error::OutOfMemory { .. })) =
+            error
+        else {
+            return error;
+        };
+        let sd_backend::Error::OutOfMemory { device, .. } = &source else {
+            return source.into();
+        };
+        let mut needs = self.devices.iter();
+        match needs.find(|need| need.device.name() == *device) {
+            Some(need) => Error::TooLittleMemory {
+                smallest: need.smallest,
+                source,
+            },
+            None => source.into(),
+        }
+    }
+
+    /// The error of the first device that has too little, if one has.
+    pub(crate) fn check(&self, ledger: &Ledger) -> Result<()> {
+        match self.devices.iter().find(|need| !need.fits()) {
+            None => Ok(()),
+            Some(need) => Err(Error::TooLittleMemory {
+                source: ledger.refused(need.device, need.smallest),
+                smallest: need.smallest,
+            }),
+        }
+    }
+}
+
+/// What a caller wants of where things go.
+#[derive(Debug, Clone)]
+pub(crate) struct Wishes {
+    pub(crate) device: DeviceChoice,
+    pub(crate) placement: Placement,
+    pub(crate) mapping: Mapping,
+}
+
+impl Default for Wishes {
+    fn default() -> Self {
+        Wishes {
+            device: "auto".into(),
+            placement: Placement::default(),
+            mapping: Mapping::Auto,
+        }
+    }
+}
+
+/// Bytes of host memory that parameters may live in: what is free, less 2 GiB or a tenth of all for everything else.
+fn host_spare(ledger: &Ledger) -> Option<u64> {
+    const LEFT_FREE: u64 = 2 << 30;
+    let report = ledger.report(Device::cpu().ok()?);
+    let total = report.memory?.total;
+    Some(report.available?.saturating_sub(LEFT_FREE.max(total / 10)))
+}
