@@ -82,12 +82,48 @@ dtypes! {
     Q5K = GGML_TYPE_Q5_K, "q5_K", 256, 176;
     /// 6-bit super-blocks of 256.
     Q6K = GGML_TYPE_Q6_K, "q6_K", 256, 210;
+    /// 1-bit blocks of 128 with a scale.
+    Q1_0 = GGML_TYPE_Q1_0, "q1_0", 128, 18;
+    /// 2-bit blocks of 64 with a scale.
+    Q2_0 = GGML_TYPE_Q2_0, "q2_0", 64, 18;
+    /// Codebook with 2.06 bits per element.
+    Iq2Xxs = GGML_TYPE_IQ2_XXS, "iq2_xxs", 256, 66;
+    /// Codebook with 2.31 bits per element.
+    Iq2Xs = GGML_TYPE_IQ2_XS, "iq2_xs", 256, 74;
+    /// Codebook with 2.56 bits per element.
+    Iq2S = GGML_TYPE_IQ2_S, "iq2_s", 256, 82;
+    /// Codebook with 3.06 bits per element.
+    Iq3Xxs = GGML_TYPE_IQ3_XXS, "iq3_xxs", 256, 98;
+    /// Codebook with 3.44 bits per element.
+    Iq3S = GGML_TYPE_IQ3_S, "iq3_s", 256, 110;
+    /// Codebook with 1.56 bits per element.
+    Iq1S = GGML_TYPE_IQ1_S, "iq1_s", 256, 50;
+    /// Codebook with 1.75 bits per element.
+    Iq1M = GGML_TYPE_IQ1_M, "iq1_m", 256, 56;
+    /// 4-bit blocks of 32 over uneven steps.
+    Iq4Nl = GGML_TYPE_IQ4_NL, "iq4_nl", 32, 18;
+    /// 4-bit super-blocks of 256 over uneven steps.
+    Iq4Xs = GGML_TYPE_IQ4_XS, "iq4_xs", 256, 136;
+    /// Ternary super-blocks of 256, five elements a byte.
+    Tq1_0 = GGML_TYPE_TQ1_0, "tq1_0", 256, 54;
+    /// Ternary super-blocks of 256, four elements a byte.
+    Tq2_0 = GGML_TYPE_TQ2_0, "tq2_0", 256, 66;
+    /// 4-bit floats in blocks of 32 that share a power of two.
+    Mxfp4 = GGML_TYPE_MXFP4, "mxfp4", 32, 17;
+    /// 4-bit floats in blocks of 64 with a scale for every 16.
+    Nvfp4 = GGML_TYPE_NVFP4, "nvfp4", 64, 36;
 }
 
 impl DType {
     /// Whether elements are stored in blocks that share a scale.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
+    }
+
+    /// The type of this [`DType::name`], in upper or lower case.
+    pub fn from_name(name: &str) -> Option<DType> {
+        let named = |dtype: &&DType| dtype.name().eq_ignore_ascii_case(name);
+        DType::ALL.iter().find(named).copied()
     }
 
     /// Whether this is an unquantised floating-point type.
@@ -129,6 +165,7 @@ mod tests {
             assert_eq!(bytes, dtype.block_bytes(), "{dtype}");
             assert_eq!(name.to_str(), Ok(dtype.name()));
             assert_eq!(DType::from_ggml(dtype.to_ggml()), Some(dtype));
+            assert_eq!(DType::from_name(&dtype.name().to_uppercase()), Some(dtype));
         }
     }
 

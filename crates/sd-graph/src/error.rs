@@ -1,6 +1,7 @@
 //! What can go wrong between a checkpoint and a result.
 
 use crate::checkpoint::CheckpointError;
+use crate::convert::ConvertError;
 use crate::graph::GraphError;
 use crate::scope::Mismatch;
 
@@ -36,6 +37,14 @@ pub enum Error {
     NotDeclared {
         /// Name of the parameter.
         name: String,
+    },
+    /// A parameter's values cannot have the type that was asked for.
+    #[error("`{name}`: {source}")]
+    Unconvertible {
+        /// Name of the parameter.
+        name: String,
+        /// Why.
+        source: ConvertError,
     },
     /// A parameter that the graph needs was declared but never loaded.
     #[error("`{name}` has not been loaded")]

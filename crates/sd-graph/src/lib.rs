@@ -39,10 +39,12 @@ mod raw;
 mod run;
 mod scope;
 pub mod shape;
+mod small_floats;
 mod weights;
 
 pub use cache::PlanCache;
 pub use checkpoint::{Checkpoint, CheckpointError, StoredType, TensorInfo, UnknownStoredType};
+pub use convert::{ConvertError, convert, is_convertible};
 pub use error::{Error, Result};
 pub use graph::{Element, Graph, GraphError, Tensor};
 pub use load::{LoadReport, load, unload};

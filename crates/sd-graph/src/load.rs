@@ -69,7 +69,8 @@ impl LoadPlan<'_> {
     ///
     /// # Errors
     /// [`Error::WrongDevice`] if the plan is for another device; [`Error::Backend`] when memory runs out or the load is
-    /// cancelled; [`Error::Checkpoint`] when a file cannot be read. Nothing stays allocated then, and no parameter has
+    /// cancelled; [`Error::Checkpoint`] when a file cannot be read; [`Error::Unconvertible`] for a value that the wanted
+    /// type cannot hold. Nothing stays allocated then, and no parameter has
     /// changed.
     pub fn load(
         &self,
@@ -428,8 +429,12 @@ impl Piece<'_> {
                         converted.resize(self.written.len(), 0);
                         converted.as_mut_slice()
                     });
-                    convert(stored, step.stored, param.dtype(), into)
-                        .map_err(|_| self.job.not_declared())?;
+                    convert(stored, step.stored, param.dtype(), into).map_err(|source| {
+                        Error::Unconvertible {
+                            name: param.name().to_owned(),
+                            source,
+                        }
+                    })?;
                     into
                 }
             }

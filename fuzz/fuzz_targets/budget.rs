@@ -1,0 +1,4 @@
+//! Budgets of memory as text.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| sd_fuzz::texts::budget(bytes));

@@ -1,0 +1,6 @@
+//! The reader of GGUF files.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(
+    |bytes: &[u8]| sd_fuzz::in_folder(|folder| sd_fuzz::readers::gguf(folder, bytes))
+);

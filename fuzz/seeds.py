@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Makes small inputs that the fuzz targets start from, most of them right: python3 fuzz/seeds.py
+
+They go to fuzz/corpus/TARGET/seed-*, beside what fuzzing found. Needs nothing but Python.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def write(target, name, data):
+    path = CORPUS / target / f"seed-{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def safetensors(header, data=b""):
+    text = header if isinstance(header, str) else json.dumps(header, separators=(",", ":"))
+    return struct.pack("<Q", len(text.encode())) + text.encode() + data
+
+
+def entry(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def gguf(version, entries, tensors, alignment=32):
+    """`entries`: key, type, bytes of the value; `tensors`: name, dimensions innermost first, type, bytes."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries))
+    for key, kind, value in entries:
+        head += text(key) + struct.pack("<I", kind) + value
+    data = b""
+    for name, dims, kind, content in tensors:
+        head += text(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims)
+        head += struct.pack("<IQ", kind, len(data))
+        data += content + bytes(-len(content) % alignment)
+    return head + bytes(-len(head) % alignment) + data
+
+
+# Safetensors: each type, packed ones included, metadata, scalars, empty tensors, escapes.
+types = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}
+header, at = {"__metadata__": {"format": "pt"}}, 0
+for number, (dtype, bits) in enumerate(types.items()):
+    size = 4 * bits // 8
+    header[f"t.{number}"] = entry(dtype, [2, 2], at, at + size)
+    at += size
+write("safetensors", "types", safetensors(header, bytes(range(256)) [:at]))
+write("safetensors", "scalar", safetensors({"s": entry("F32", [], 0, 4)}, b"abcd"))
+write("safetensors", "empty", safetensors({"e": entry("F16", [3, 0], 0, 0)}))
+write("safetensors", "nothing", safetensors({}))
+write("safetensors", "padded", safetensors('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}   ', b"x"))
+write("safetensors", "escapes", safetensors(r'{"\u00e9\ud83d\ude00\n":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{}]}}', b"x"))
+write("safetensors", "twice", safetensors('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"xy"))
+write("safetensors", "wraps", safetensors({"a": entry("U8", [2**32, 2**32], 0, 0)}))
+write("safetensors", "null", safetensors('{"__metadata__":null,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"abcd"))
+write("safetensors", "overlap", safetensors({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"abc"))
+
+# GGUF: both versions, values of each kind, tensors of many types.
+BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84),
+    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
+    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
+    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+    40: (64, 36), 41: (128, 18), 42: (64, 18),
+}
+values = [
+    ("general.architecture", 8, text("tiny")),
+    ("u8", 0, b"\1"), ("i8", 1, b"\xff"), ("u16", 2, b"\1\2"), ("i16", 3, b"\1\2"), ("u32", 4, b"\1\2\3\4"),
+    ("i32", 5, b"\1\2\3\4"), ("f32", 6, struct.pack("<f", 1.5)), ("bool", 7, b"\1"), ("u64", 10, struct.pack("<Q", 7)),
+    ("i64", 11, struct.pack("<q", -7)), ("f64", 12, struct.pack("<d", 0.1)),
+    ("texts", 9, struct.pack("<IQ", 8, 2) + text("a") + text("b")),
+    ("numbers", 9, struct.pack("<IQ", 4, 20) + bytes(80)),
+    ("none", 9, struct.pack("<IQ", 6, 0)),
+]
+tensors = [(f"t.{kind}", [block], kind, bytes(size)) for kind, (block, size) in BLOCKS.items()]
+write("gguf", "values", gguf(3, values, [("w", [2, 3], 0, bytes(24))]))
+write("gguf", "types", gguf(3, [], tensors))
+write("gguf", "version-2", gguf(2, values[:1], [("blk.0.w", [32, 2], 8, bytes(68))]))
+write("gguf", "aligned", gguf(3, [("general.alignment", 4, struct.pack("<I", 64))], [("w", [1], 0, b"abcd"), ("v", [1], 1, b"ab")], 64))
+write("gguf", "nothing", gguf(3, [], []))
+write("gguf", "four", gguf(3, [], [("w", [1, 2, 1, 2], 1, bytes(8))]))
+write("gguf", "wraps", gguf(3, [], [("w", [2**32, 2**32], 0, b"")]))
+
+# The index of the two shards that the target lays down.
+names = {"a.one": "a.safetensors", "a.two": "a.safetensors", "b.one": "b.safetensors", "b.two": "b.safetensors"}
+write("index", "both", json.dumps({"metadata": {"total_size": 18}, "weight_map": names}))
+write("index", "one", json.dumps({"weight_map": {"a.one": "a.safetensors"}}))
+write("index", "wrong", json.dumps({"weight_map": {"b.one": "a.safetensors"}}))
+write("index", "outside", json.dumps({"weight_map": {"a.one": "../a.safetensors", "b.one": "/b.safetensors"}}))
+write("index", "missing", json.dumps({"weight_map": {"a.one": "c.safetensors"}}))
+write("index", "twice", '{"weight_map":{"a.one":"a.safetensors","a.one":"b.safetensors"},"more":[1,null]}')
+write("index", "none", "{}")
+
+# Conversion: stored type, type in memory, shift, data. Types are counted as the enumerations do.
+numbers = struct.pack("<64f", *[(at - 30) / 7 for at in range(64)])
+for stored in range(22):
+    for memory in range(3):
+        write("convert", f"plain-{stored}-{memory}", bytes([stored, memory, stored % 4]) + numbers[:32])
+sizes = [18, 18, 18, 20, 22, 24, 34, 36, 84, 110, 144, 176, 210, 292, 66, 74, 82, 98, 110, 50, 56, 18, 136, 54, 66, 17, 36]
+for number, size in enumerate(sizes):
+    write("convert", f"blocks-{number}", bytes([22 + number, 0, 0]) + bytes(at * 37 % 256 for at in range(size)))
+for memory in range(8, 37):
+    write("convert", f"quantise-{memory}", bytes([1, memory, 0]) + numbers * 4)
+write("convert", "nan", bytes([1, 12, 0]) + struct.pack("<32f", *[float("nan")] * 32))
+
+for number, budget in enumerate(["auto", "8GiB", " 1.5 gib ", "free-512MiB", "cuda0=8GiB, cpu=auto", "a=1,a=2", "1e30", "=1", "0"]):
+    write("budget", str(number), budget)
+
+rules = ["q8_0", r"transformer_blocks\..*attn=q8_0,.*=f16", "f16,attn=q4_K", r"\.(to_q|to_k)\.=q4_0", "(=f16", "a=q9", "=f16", "x=", "[,=]=f16", "a{1000}{1000}=f32", ""]
+for number, rule in enumerate(rules):
+    write("rules", str(number), rule)
