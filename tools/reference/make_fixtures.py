@@ -26,6 +26,7 @@ SCRIPTS = {
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],
     "noise": ["noise"],
+    "conversions": ["conversions"],
     "published": ["published"],
 }
 FIXTURES = common.REPOSITORY / "crates" / "sd-models" / "tests" / "fixtures"

@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use sd_backend::{Mapping, MemoryBudgets, Placement};
-
 use clap::{ArgAction, Args, Parser, Subcommand};
+use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
+use sd_graph::TensorTypes;
+use sd_models::PipelineBuilder;
 
 /// Pictures from a diffusion checkpoint.
 #[derive(Debug, Parser)]
@@ -39,7 +40,7 @@ pub(crate) enum Command {
     Generate(Generate),
     /// Say how much memory a picture needs, without loading the model.
     Plan(Plan),
-    /// Say what a checkpoint is: a model folder, or a single .safetensors file.
+    /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
 }
 
@@ -84,22 +85,11 @@ pub(crate) struct Generate {
     )]
     pub(crate) seed: u64,
 
-    /// Device to run on: auto, cpu, gpu, or the name of one.
-    #[arg(short, long, value_name = "NAME", default_value = "auto")]
-    pub(crate) device: String,
+    #[command(flatten)]
+    pub(crate) resources: Resources,
 
-    /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
-    #[arg(long, value_name = "BUDGET", default_value = "auto")]
-    pub(crate) memory_budget: MemoryBudgets,
-
-    /// Where the parts go: a device for all, or by part, such as diffusion=cuda0,vae=cpu,text-encoder=cuda0@disk. After
-    /// an @: where the part's weights are while it does not run (device, host, disk). The rest is chosen.
-    #[arg(long, value_name = "PLACEMENT")]
-    pub(crate) placement: Option<Placement>,
-
-    /// Use weight files where they lie in memory: auto, never, always (also where a device does not say it can).
-    #[arg(long, value_name = "MODE", default_value = "auto")]
-    pub(crate) mapping: Mapping,
+    #[command(flatten)]
+    pub(crate) weights: Weights,
 
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
@@ -133,7 +123,21 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) tokens: usize,
 
-    /// Device to plan for: auto, cpu, gpu, or the name of one.
+    #[command(flatten)]
+    pub(crate) resources: Resources,
+
+    #[command(flatten)]
+    pub(crate) weights: Weights,
+
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Where the model runs, and in how much memory.
+#[derive(Debug, Args)]
+pub(crate) struct Resources {
+    /// Device to run on: auto, cpu, gpu, or the name of one.
     #[arg(short, long, value_name = "NAME", default_value = "auto")]
     pub(crate) device: String,
 
@@ -149,16 +153,49 @@ pub(crate) struct Plan {
     /// Use weight files where they lie in memory: auto, never, always (also where a device does not say it can).
     #[arg(long, value_name = "MODE", default_value = "auto")]
     pub(crate) mapping: Mapping,
+}
 
-    /// Print JSON on standard output.
-    #[arg(long)]
-    pub(crate) json: bool,
+impl Resources {
+    /// Passes them on.
+    pub(crate) fn apply(&self, builder: PipelineBuilder) -> PipelineBuilder {
+        builder
+            .device(self.device.as_str())
+            .placement(self.placement.clone().unwrap_or_default())
+            .mapping(self.mapping)
+            .memory_budget(self.memory_budget.clone())
+    }
+}
+
+/// Which types weights get in memory.
+#[derive(Debug, Args)]
+pub(crate) struct Weights {
+    /// Type that weights get in memory, such as f16, q8_0 or q4_K [default: that of the files].
+    #[arg(long, value_name = "TYPE", value_parser = sd_graph::weight_type)]
+    pub(crate) weight_type: Option<DType>,
+
+    /// Type of the weights in whose full name a regular expression is found, such as '^transformer\..*attn=q8_0'. May be
+    /// given several times; the first that fits decides, and comes before --weight-type.
+    #[arg(long, value_name = "PATTERN=TYPE")]
+    pub(crate) tensor_type: Vec<TensorTypes>,
+}
+
+impl Weights {
+    /// Passes them on.
+    pub(crate) fn apply(&self, mut builder: PipelineBuilder) -> PipelineBuilder {
+        if let Some(dtype) = self.weight_type {
+            builder = builder.weight_type(dtype);
+        }
+        for rules in &self.tensor_type {
+            builder = builder.tensor_types(rules.clone());
+        }
+        builder
+    }
 }
 
 /// Arguments of `sd info`.
 #[derive(Debug, Args)]
 pub(crate) struct Info {
-    /// Model folder or .safetensors file.
+    /// Model folder, .safetensors or .gguf file.
     #[arg(value_name = "MODEL")]
     pub(crate) model: PathBuf,
 

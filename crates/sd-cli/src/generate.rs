@@ -64,11 +64,8 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     };
     let mut display = Display::new(arguments.json);
 
-    let mut builder = Pipeline::open(&folder)?
-        .device(arguments.device.as_str())
-        .placement(arguments.placement.clone().unwrap_or_default())
-        .mapping(arguments.mapping)
-        .memory_budget(arguments.memory_budget.clone());
+    let builder = arguments.resources.apply(Pipeline::open(&folder)?);
+    let mut builder = arguments.weights.apply(builder);
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);
     }

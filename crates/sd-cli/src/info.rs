@@ -79,7 +79,7 @@ fn folder(path: &Path) -> Result<Report, Error> {
         let has_weights = std::fs::read_dir(&part).is_ok_and(|entries| {
             entries
                 .flatten()
-                .any(|entry| entry.file_name().to_string_lossy().contains(".safetensors"))
+                .any(|entry| is_weights(&entry.file_name().to_string_lossy()))
         });
         if has_weights {
             let mut component = component(&Checkpoint::open(&part)?, name, false);
@@ -94,6 +94,11 @@ fn folder(path: &Path) -> Result<Report, Error> {
         supported,
         components,
     ))
+}
+
+/// Whether a file of this name is one of weights, or the index of some. Hidden files do not count.
+fn is_weights(name: &str) -> bool {
+    !name.starts_with('.') && (name.contains(".safetensors") || name.ends_with(".gguf"))
 }
 
 /// A single file, or a folder of shards.

@@ -17,6 +17,8 @@ struct Report {
     parts: Vec<Part>,
     devices: Vec<Need>,
     fits: bool,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    fallbacks: Vec<Fallback>,
 }
 
 /// One part of the model.
@@ -41,13 +43,20 @@ struct Need {
     fits: bool,
 }
 
+/// A weight that cannot be given the type asked for.
+#[derive(Debug, Serialize)]
+struct Fallback {
+    name: String,
+    asked: &'static str,
+    got: &'static str,
+}
+
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let size = crate::generate::size(arguments.width, arguments.height);
-    let plan = Pipeline::open(&arguments.model)?
-        .device(arguments.device.as_str())
-        .placement(arguments.placement.clone().unwrap_or_default())
-        .mapping(arguments.mapping)
-        .memory_budget(arguments.memory_budget.clone())
+    let builder = arguments.resources.apply(Pipeline::open(&arguments.model)?);
+    let plan = arguments
+        .weights
+        .apply(builder)
         .plan(size, arguments.tokens)?;
 
     let report = Report {
@@ -75,6 +84,15 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
                 smallest_budget: need.smallest,
                 available: need.available,
                 fits: need.fits(),
+            })
+            .collect(),
+        fallbacks: plan
+            .fallbacks
+            .iter()
+            .map(|fallback| Fallback {
+                name: fallback.name.clone(),
+                asked: fallback.asked.name(),
+                got: fallback.got.name(),
             })
             .collect(),
     };
@@ -120,6 +138,17 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
             need.name,
             size(need.peak),
             size(need.smallest_budget)
+        )?;
+    }
+    if let [first, others @ ..] = &report.fallbacks[..] {
+        writeln!(
+            out,
+            "{} weights cannot be given the type asked for: {} gets {} instead of {}{}",
+            report.fallbacks.len(),
+            first.name,
+            first.got,
+            first.asked,
+            if others.is_empty() { "" } else { ", ..." }
         )?;
     }
     Ok(())

@@ -40,6 +40,7 @@ mod run;
 mod scope;
 pub mod shape;
 mod small_floats;
+mod weight_types;
 mod weights;
 
 pub use cache::PlanCache;
@@ -52,6 +53,7 @@ pub use load_plan::{LoadCost, LoadPlan};
 pub use param::Param;
 pub use plan::{Estimate, Plan};
 pub use run::{Cancel, Progress, Reporter};
-pub use scope::{Declarations, LoadOptions, Mismatch, Role, Scope};
+pub use scope::{Declarations, Mismatch, Scope};
 pub use shape::Shape;
+pub use weight_types::{Fallback, LoadOptions, Role, TensorTypes, WeightTypeError, weight_type};
 pub use weights::Weights;

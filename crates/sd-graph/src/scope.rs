@@ -6,38 +6,10 @@ use std::fmt;
 
 use sd_backend::DType;
 
-use crate::checkpoint::{Checkpoint, StoredType};
-use crate::convert::is_convertible;
+use crate::checkpoint::Checkpoint;
 use crate::param::Param;
 use crate::shape::Shape;
-
-/// What a parameter is used for, which says what types it may have in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Role {
-    /// The second factor of products, or a table that rows are taken from: any type that the file has.
-    Matrix,
-    /// A convolution's kernel: F32 or F16.
-    Kernel,
-    /// Added or multiplied element by element: F32.
-    Vector,
-}
-
-/// How parameters are brought into memory.
-#[derive(Debug, Clone, Default)]
-#[non_exhaustive]
-pub struct LoadOptions {
-    /// Converts floating-point and quantised weights to this type; `None` keeps the file's type where the role allows it.
-    pub convert_to: Option<DType>,
-}
-
-impl LoadOptions {
-    /// Converts floating-point and quantised weights to `dtype`: F32 or F16.
-    pub fn convert_to(mut self, dtype: DType) -> Self {
-        self.convert_to = Some(dtype);
-        self
-    }
-}
+use crate::weight_types::{Fallback, LoadOptions, Role, memory_type};
 
 /// Everything that does not fit between a model and a checkpoint, in one report.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -49,7 +21,7 @@ pub struct Mismatch {
     pub missing: Vec<String>,
     /// Tensors of another shape: name, wanted, found.
     pub misshapen: Vec<(String, Vec<usize>, Vec<usize>)>,
-    /// Tensors of a type that cannot be used: name and type.
+    /// Tensors of a type that cannot be used: name and type, and what it was to become.
     pub unusable: Vec<(String, String)>,
     /// Names in the checkpoint that the model does not know.
     pub unused: Vec<String>,
@@ -118,6 +90,7 @@ struct State {
     params: Vec<Param>,
     used: BTreeSet<String>,
     ignored: Vec<String>,
+    fallbacks: Vec<Fallback>,
     mismatch: Mismatch,
 }
 
@@ -146,6 +119,12 @@ impl<'c> Declarations<'c> {
         }
     }
 
+    /// Parameters declared so far that could not be given the type asked for, because their rows are not whole blocks of
+    /// it or not every device takes rows from it. What [`Role`] says of kernels and vectors is not among them.
+    pub fn fallbacks(&self) -> Vec<Fallback> {
+        self.state.borrow().fallbacks.clone()
+    }
+
     /// Ends declaring: the parameters in order of declaration, if all of them are there and nothing else is.
     ///
     /// # Errors
@@ -155,6 +134,7 @@ impl<'c> Declarations<'c> {
             params,
             used,
             ignored,
+            fallbacks,
             mut mismatch,
         } = self.state.into_inner();
         let is_ignored = |name: &str| {
@@ -172,6 +152,9 @@ impl<'c> Declarations<'c> {
             .collect();
         mismatch.checkpoint = self.checkpoint.path().display().to_string();
         if mismatch.is_empty() {
+            if let [first, ..] = &fallbacks[..] {
+                tracing::warn!(checkpoint = %mismatch.checkpoint, weights = fallbacks.len(), %first, "weights could not be given the type asked for");
+            }
             Ok(params)
         } else {
             Err(mismatch)
@@ -204,7 +187,7 @@ impl<'d> Scope<'d> {
 
     /// Declares a parameter. Dimensions of size 1 may be missing or added in the file (a norm's weight `[96, 1, 1]` is
     /// a vector of 96), as long as the other sizes are the same in the same order. A quantised matrix that is kept as it
-    /// is needs an innermost size of whole blocks.
+    /// is needs an innermost size of whole blocks. [`LoadOptions`] says which type it gets.
     ///
     /// What is wrong with it is told by [`Declarations::finish`]; until then a stand-in of the wanted shape goes on.
     pub fn param(&self, name: &str, shape: impl AsRef<[usize]>, role: Role) -> Param {
@@ -236,7 +219,9 @@ impl<'d> Scope<'d> {
                         info.shape.clone(),
                     ));
                 } else {
-                    match memory_type(info.stored, role, &self.declarations.options) {
+                    let full_name = self.declarations.options.full_name(&name);
+                    let asked = self.declarations.options.asked(&full_name);
+                    match memory_type(info.stored, role, shape.inner(), asked) {
                         // The file's rows are whole blocks; those of another shape of the same sizes may not be.
                         Some(memory) if memory.row_bytes(shape.inner()).is_none() => {
                             state.mismatch.misshapen.push((
@@ -245,11 +230,27 @@ impl<'d> Scope<'d> {
                                 info.shape.clone(),
                             ));
                         }
-                        Some(memory) => dtype = memory,
-                        None => state
-                            .mismatch
-                            .unusable
-                            .push((name.clone(), info.stored.to_string())),
+                        Some(memory) => {
+                            dtype = memory;
+                            if let Some(asked) = asked.filter(|&asked| {
+                                asked != memory && matches!(role, Role::Matrix | Role::Table)
+                            }) {
+                                state.fallbacks.push(Fallback {
+                                    name: full_name,
+                                    asked,
+                                    got: memory,
+                                });
+                            }
+                        }
+                        None => {
+                            let wanted = match (role, asked) {
+                                (Role::Matrix | Role::Table, Some(asked)) => {
+                                    format!("{} as {asked}", info.stored)
+                                }
+                                _ => info.stored.to_string(),
+                            };
+                            state.mismatch.unusable.push((name.clone(), wanted));
+                        }
                     }
                 }
             }
@@ -267,23 +268,4 @@ impl<'d> Scope<'d> {
             format!("{}.{name}", self.path)
         }
     }
-}
-
-/// The type in memory of a tensor stored as `stored`; `None` if it cannot serve.
-fn memory_type(stored: StoredType, role: Role, options: &LoadOptions) -> Option<DType> {
-    let own = match stored {
-        StoredType::F64 | StoredType::F32 => DType::F32,
-        StoredType::F16 => DType::F16,
-        StoredType::BF16 => DType::BF16,
-        _ => stored.in_memory().filter(|dtype| dtype.is_quantized())?,
-    };
-    let wanted = options.convert_to.unwrap_or(own);
-    let memory = match (role, wanted) {
-        (Role::Vector, _) => DType::F32,
-        (Role::Kernel, DType::F16) => DType::F16,
-        // ggml has no convolution with BF16 or quantised kernels; F32 holds every value of one.
-        (Role::Kernel, _) => DType::F32,
-        (Role::Matrix, wanted) => wanted,
-    };
-    is_convertible(stored, memory).then_some(memory)
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use sd_backend::{
     BackendOptions, Component, DType, DeviceChoice, Ledger, Mapping, MemoryBudgets, Placement,
 };
-use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter};
+use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes};
 
 use crate::config::read_json;
 use crate::error::Result;
@@ -66,9 +66,17 @@ impl PipelineBuilder {
         self
     }
 
-    /// Converts floating-point weights on loading: F32 for the reference's own numbers, F16 for less memory.
-    pub fn convert_to(mut self, dtype: DType) -> Self {
-        self.load = self.load.convert_to(dtype);
+    /// Gives weights this type on loading: F32 for the reference's own numbers, `q8_0` or `q4_K` for less memory. The
+    /// files' own types if not called. [`LoadOptions`] says what it holds for.
+    pub fn weight_type(mut self, dtype: DType) -> Self {
+        self.load = self.load.weight_type(dtype);
+        self
+    }
+
+    /// Gives weights types by their names, which begin with the part's: `transformer.img_in.weight`. May be called several
+    /// times; the first rule that fits decides, and comes before [`PipelineBuilder::weight_type`].
+    pub fn tensor_types(mut self, rules: TensorTypes) -> Self {
+        self.load = self.load.tensor_types(rules);
         self
     }
 
@@ -95,6 +103,7 @@ impl PipelineBuilder {
             height,
             seats: seating.seats,
             devices: seating.devices,
+            fallbacks: model.fallbacks().cloned().collect(),
         })
     }
 

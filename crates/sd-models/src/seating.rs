@@ -4,7 +4,7 @@ use sd_backend::{
     Backend, BackendOptions, Component, Device, DeviceChoice, DeviceKind, Ledger, Mapping, Need,
     Placement, Residence, Seat, peak, seats,
 };
-use sd_graph::Estimate;
+use sd_graph::{Estimate, Fallback};
 
 use crate::error::{Error, Result};
 use crate::qwen_image_2_1::{IN_ORDER, QwenImage21};
@@ -21,6 +21,8 @@ pub struct MemoryPlan {
     pub seats: Vec<Seat>,
     /// What each device has to hold; the one that runs the steps is first.
     pub devices: Vec<DeviceNeed>,
+    /// Weights that cannot be given the type asked for, and what they get.
+    pub fallbacks: Vec<Fallback>,
 }
 
 /// What one device has to hold.

@@ -49,7 +49,7 @@ fn what_was_declared_is_loaded_and_computed_with() {
     ] {
         for device in Device::all() {
             let options = convert.map_or(LoadOptions::default(), |dtype| {
-                LoadOptions::default().convert_to(dtype)
+                LoadOptions::default().weight_type(dtype)
             });
             let declarations = Declarations::new(&checkpoint, options);
             let root = declarations.root();
@@ -95,7 +95,7 @@ fn everything_wrong_is_told_at_once() {
     let root = declarations.root();
     root.param("layer.weight", [3, 2], Role::Matrix);
     root.param("layer.bias", [2], Role::Vector);
-    root.param("counter", [1], Role::Vector);
+    root.param("counter", [1], Role::Matrix);
     let text = declarations.finish().unwrap_err().to_string();
     for part in [
         "model.safetensors does not fit the model",

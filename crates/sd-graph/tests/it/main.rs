@@ -8,6 +8,7 @@
 )]
 
 mod checkpoint;
+mod convert;
 mod gguf_file;
 mod loading;
 mod mapping;
@@ -15,3 +16,4 @@ mod ops;
 mod plans;
 mod quantized;
 mod reference;
+mod weight_types;

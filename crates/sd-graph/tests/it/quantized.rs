@@ -5,13 +5,14 @@ use std::path::Path;
 use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_ggml_sys as sys;
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, LoadOptions, Plan, Progress, Role, StoredType, load,
+    Cancel, Checkpoint, Declarations, LoadOptions, Plan, Progress, Role, StoredType,
+    is_convertible, load,
 };
 
 use crate::gguf_file::{Given, written};
 
 /// Numbers between -1 and 1, different ones for every `seed`.
-fn numbers(count: usize, seed: u32) -> Vec<f32> {
+pub(crate) fn numbers(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -22,45 +23,46 @@ fn numbers(count: usize, seed: u32) -> Vec<f32> {
     (0..count).map(|_| next() as f32).collect()
 }
 
-/// Blocks of the type `dtype` that stand for rows of `row` numbers, and what ggml makes of them again.
-fn quantized(dtype: DType, values: &[f32], row: usize) -> (Vec<u8>, Vec<f32>) {
+/// Blocks of the type `dtype` that stand for rows of `row` numbers, and what ggml makes of them again. Blocks of a type
+/// that is never made have other numbers, of about the same size, than `values`.
+pub(crate) fn quantized(dtype: DType, values: &[f32], row: usize) -> (Vec<u8>, Vec<f32>) {
     let rows = values.len() / row;
-    let mut blocks = vec![0_u64; (rows * dtype.row_bytes(row).unwrap()).div_ceil(8)];
+    let length = rows * dtype.row_bytes(row).unwrap();
+    let mut blocks = vec![0_u64; length.div_ceil(8)];
     let mut back = vec![0_f32; values.len()];
-    // Some types have to be told which columns of a row matter: all the same here.
-    let ones = vec![1_f32; row];
-    let needed = matches!(
-        dtype,
-        DType::Iq1S | DType::Iq1M | DType::Iq2Xxs | DType::Iq2Xs
-    );
-    let importance = if needed {
-        ones.as_ptr()
+    if !is_convertible(StoredType::F32, dtype) {
+        // ggml would have to be told which weights matter, and take seconds to get ready. Any codes will do; without
+        // their two upper bits no scale is above 2, wherever it is.
+        let places = bytemuck::cast_slice_mut::<u64, u8>(&mut blocks).iter_mut();
+        for (at, place) in places.enumerate() {
+            *place = ((values[at % values.len()] + 1.0) * 2048.0) as u8 & 0x3f;
+        }
     } else {
-        std::ptr::null()
-    };
-    // SAFETY: `importance` has an element for each of `row`, which is whole blocks; `blocks` has room for all rows and
-    // is aligned for any block, `back` for as many numbers as were quantised.
-    let written = unsafe {
-        let written = sys::ggml_quantize_chunk(
-            dtype.to_ggml(),
-            values.as_ptr(),
-            blocks.as_mut_ptr().cast(),
-            0,
-            rows as i64,
-            row as i64,
-            importance,
-        );
-        let traits = &*sys::ggml_get_type_traits(dtype.to_ggml());
-        let to_float = traits.to_float.unwrap();
-        to_float(
+        // SAFETY: such a type needs no importance matrix; `row` is whole blocks, `blocks` has room for all rows and is
+        // aligned for any block.
+        unsafe {
+            sys::ggml_quantize_chunk(
+                dtype.to_ggml(),
+                values.as_ptr(),
+                blocks.as_mut_ptr().cast(),
+                0,
+                rows as i64,
+                row as i64,
+                std::ptr::null(),
+            );
+        }
+    }
+    // SAFETY: `blocks` holds whole blocks and is aligned for any of them, `back` has room for their numbers.
+    unsafe {
+        let to_float = (*sys::ggml_get_type_traits(dtype.to_ggml())).to_float;
+        to_float.unwrap()(
             blocks.as_ptr().cast(),
             back.as_mut_ptr(),
             values.len() as i64,
         );
-        written
-    };
-    let mut bytes: Vec<u8> = blocks.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    bytes.truncate(written);
+    }
+    let mut bytes = bytemuck::cast_slice(&blocks).to_vec();
+    bytes.truncate(length);
     (bytes, back)
 }
 
@@ -77,7 +79,7 @@ fn quantized_types() -> Vec<DType> {
 
 fn options(convert: Option<DType>) -> LoadOptions {
     convert.map_or(LoadOptions::default(), |dtype| {
-        LoadOptions::default().convert_to(dtype)
+        LoadOptions::default().weight_type(dtype)
     })
 }
 

@@ -56,7 +56,7 @@ impl TextModel {
             embed_tokens: scope.sub("embed_tokens").param(
                 "weight",
                 [config.vocab_size, config.hidden_size],
-                Role::Matrix,
+                Role::Table,
             ),
             layers: (0..config.num_hidden_layers)
                 .map(|index| DecoderLayer::new(&scope.sub("layers").sub(index), config))

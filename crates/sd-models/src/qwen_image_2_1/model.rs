@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use sd_backend::{Backend, Component};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, LoadReport, PlanCache,
-    Reporter, Scope, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport,
+    PlanCache, Reporter, Scope, Weights,
 };
 use serde::Deserialize;
 
@@ -33,22 +33,26 @@ pub const IN_ORDER: [Component; 3] = [Component::TextEncoder, Component::Diffusi
 struct Part<M> {
     module: M,
     weights: Weights,
+    fallbacks: Vec<Fallback>,
 }
 
 impl<M> Part<M> {
-    /// Opens the weights in `folder` and declares what `new` needs of them.
+    /// Opens the weights in the folder `name` of `model` and declares what `new` needs of them.
     fn open(
-        folder: &Path,
+        model: &Path,
+        name: &str,
         options: &LoadOptions,
         new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Part<M>> {
-        let checkpoint = Checkpoint::open(folder)?;
-        let declarations = Declarations::new(&checkpoint, options.clone());
+        let checkpoint = Checkpoint::open(model.join(name))?;
+        let declarations = Declarations::new(&checkpoint, options.clone().component(name));
         let module = new(&declarations.root());
+        let fallbacks = declarations.fallbacks();
         let params = declarations.finish()?;
         Ok(Part {
             module,
             weights: Weights::new(checkpoint, params),
+            fallbacks,
         })
     }
 }
@@ -117,13 +121,13 @@ impl QwenImage21 {
         let scheduler = FlowMatchEuler::read(&folder.join("scheduler/scheduler_config.json"))?;
         let prompts = PromptTokenizer::read(&find_tokenizer(folder)?, &text_config)?;
 
-        let text_encoder = Part::open(&folder.join("text_encoder"), options, |root| {
+        let text_encoder = Part::open(folder, "text_encoder", options, |root| {
             TextModel::new(root, &text_config.text_config)
         })?;
-        let transformer = Part::open(&folder.join("transformer"), options, |root| {
+        let transformer = Part::open(folder, "transformer", options, |root| {
             Transformer::new(root, &transformer_config)
         })?;
-        let vae = Part::open(&folder.join("vae"), options, |root| {
+        let vae = Part::open(folder, "vae", options, |root| {
             VaeDecoder::new(root, &vae_config)
         })?;
         Ok(QwenImage21 {
@@ -176,6 +180,15 @@ impl QwenImage21 {
             Component::TextEncoder => &mut self.text_encoder.weights,
             Component::Vae => &mut self.vae.weights,
         }
+    }
+
+    /// Weights that could not be given the type asked for, part by part.
+    pub fn fallbacks(&self) -> impl Iterator<Item = &Fallback> {
+        self.text_encoder
+            .fallbacks
+            .iter()
+            .chain(&self.transformer.fallbacks)
+            .chain(&self.vae.fallbacks)
     }
 
     /// Bytes that the plans built so far hold for what they compute.

@@ -134,7 +134,7 @@ pub(crate) fn on_all_devices<M>(weights: &Path, new: impl Fn(&Scope<'_>) -> M) -
         .into_iter()
         .map(|device| {
             let declarations =
-                Declarations::new(&checkpoint, LoadOptions::default().convert_to(DType::F32));
+                Declarations::new(&checkpoint, LoadOptions::default().weight_type(DType::F32));
             let module = new(&declarations.root());
             let params = declarations.finish().unwrap();
             let backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();

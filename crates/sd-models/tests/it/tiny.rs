@@ -38,7 +38,7 @@ fn recorded_runs_are_repeated_step_by_step() {
         let size = (height / 16, width / 16);
 
         let mut model =
-            QwenImage21::open(&tiny(), &LoadOptions::default().convert_to(DType::F32)).unwrap();
+            QwenImage21::open(&tiny(), &LoadOptions::default().weight_type(DType::F32)).unwrap();
         let device = Device::cpu().unwrap();
         let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
         let cancel = Cancel::new();
@@ -121,7 +121,7 @@ fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
             for device in Device::all() {
                 let builder = Pipeline::open(tiny()).unwrap().device(device).threads(2);
                 let builder = match convert {
-                    Some(dtype) => builder.convert_to(dtype),
+                    Some(dtype) => builder.weight_type(dtype),
                     None => builder,
                 };
                 let mut pipeline = builder.load().unwrap();
