@@ -1,14 +1,14 @@
 //! A stream of work on a device.
 
-use std::ffi::c_void;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use sd_ggml_sys as sys;
 
-use crate::device::{Device, DeviceKind};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
+use crate::processor::Processor;
 
 /// How a [`Backend`] works.
 #[derive(Debug, Clone, Default)]
@@ -39,59 +39,43 @@ impl BackendOptions {
 pub struct Backend {
     // Field order is drop order: the backend goes before the threads it computes with.
     raw: Raw,
-    _threads: Option<Threads>,
+    processor: Option<Processor>,
     device: Device,
-    threads: usize,
     ledger: Ledger,
 }
 
 #[derive(Debug)]
 struct Raw(NonNull<sys::ggml_backend>);
 
-#[derive(Debug)]
-struct Threads(NonNull<sys::ggml_threadpool>);
-
 // SAFETY: a ggml backend keeps no thread-local state; it must only not be used from two threads at once, which `&mut`
 // in `compute` rules out.
 unsafe impl Send for Raw {}
-// SAFETY: the pool's threads are joined from whichever thread frees it.
-unsafe impl Send for Threads {}
 
 impl Backend {
     /// Starts a stream of work on `device`.
     ///
     /// # Errors
-    /// [`Error::DeviceStart`] if the driver refuses.
+    /// [`Error::DeviceStart`] if the driver refuses, [`Error::Connection`] if the device's server does not answer.
     pub fn new(device: Device, options: &BackendOptions) -> Result<Backend> {
-        let failed = || Error::DeviceStart {
-            device: device.name(),
+        let failed = || {
+            device.unreachable().unwrap_or_else(|| Error::DeviceStart {
+                device: device.name(),
+            })
         };
         // SAFETY: the device lives for ever and null parameters mean its defaults.
         let raw = unsafe { sys::ggml_backend_dev_init(device.as_ptr(), std::ptr::null()) };
         let raw = Raw(NonNull::new(raw).ok_or_else(failed)?);
-
-        let mut threads = None;
-        let mut count = 1;
-        if device.kind() == DeviceKind::Cpu {
-            count = options
-                .threads
-                .unwrap_or_else(|| {
-                    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-                })
-                .clamp(1, sys::GGML_MAX_N_THREADS as usize);
-            let pool = Threads::new(count).ok_or_else(failed)?;
-            // SAFETY: the backend is the processor's; the pool is kept beside it and freed after it.
-            unsafe {
-                sys::ggml_backend_cpu_set_n_threads(raw.0.as_ptr(), count as i32);
-                sys::ggml_backend_cpu_set_threadpool(raw.0.as_ptr(), pool.0.as_ptr());
-            }
-            threads = Some(pool);
+        let processor = Processor::start(device, options.threads)
+            .transpose()
+            .map_err(|()| failed())?;
+        if let Some(processor) = &processor {
+            // SAFETY: the backend is the processor's; its threads are kept beside it and freed after it.
+            unsafe { processor.serve(raw.0.as_ptr()) };
         }
         Ok(Backend {
             raw,
-            _threads: threads,
+            processor,
             device,
-            threads: count,
             ledger: options.ledger.clone(),
         })
     }
@@ -113,7 +97,7 @@ impl Backend {
 
     /// Threads that compute; 1 where the device is not the processor.
     pub fn threads(&self) -> usize {
-        self.threads
+        self.processor.as_ref().map_or(1, Processor::threads)
     }
 
     /// Whether the device can run the operation of `node`.
@@ -129,7 +113,8 @@ impl Backend {
     /// processor can).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the driver could not allocate, [`Error::Cancelled`], or [`Error::Compute`].
+    /// [`Error::OutOfMemory`] when the driver could not allocate, [`Error::Cancelled`], [`Error::DeviceLost`] when the
+    /// device's server is gone, or [`Error::Compute`].
     ///
     /// # Safety
     /// Every tensor of `graph` is live, allocated in memory that this backend's device can use, and supported.
@@ -138,29 +123,24 @@ impl Backend {
         graph: *mut sys::ggml_cgraph,
         cancel: Option<&AtomicBool>,
     ) -> Result<()> {
-        let on_cpu = self.device.kind() == DeviceKind::Cpu;
-        if on_cpu {
-            let data = cancel.map_or(std::ptr::null_mut(), |flag| {
-                std::ptr::from_ref(flag).cast_mut().cast::<c_void>()
-            });
-            let callback: sys::ggml_abort_callback = cancel.map(|_| is_cancelled as _);
+        // SAFETY: the graph is live.
+        if unsafe { sys::ggml_graph_n_nodes(graph) } == 0 {
+            // A remote device asserts that there is something to do.
+            return Ok(());
+        }
+        let backend = self.raw.0.as_ptr();
+        if let Some(processor) = &self.processor {
             // SAFETY: the flag is borrowed for this whole call, and the callback is taken back below.
-            unsafe {
-                sys::ggml_backend_cpu_set_abort_callback(self.raw.0.as_ptr(), callback, data)
-            };
+            unsafe { processor.stop_by(backend, cancel) };
         }
         // SAFETY: the graph is as the caller promises.
-        let status = unsafe { sys::ggml_backend_graph_compute(self.raw.0.as_ptr(), graph) };
-        if on_cpu {
-            // SAFETY: none and null are how ggml says "no callback".
-            unsafe {
-                sys::ggml_backend_cpu_set_abort_callback(
-                    self.raw.0.as_ptr(),
-                    None,
-                    std::ptr::null_mut(),
-                )
-            };
+        let status = unsafe { sys::ggml_backend_graph_compute(backend, graph) };
+        if let Some(processor) = &self.processor {
+            // SAFETY: takes the callback back.
+            unsafe { processor.stop_by(backend, None) };
         }
+        // To a remote device the graph was only sent so far: this waits for it.
+        self.device.check_connection()?;
         match status {
             sys::GGML_STATUS_SUCCESS => Ok(()),
             sys::GGML_STATUS_ABORTED => Err(Error::Cancelled),
@@ -176,30 +156,9 @@ impl Backend {
     pub fn synchronize(&mut self) {
         // SAFETY: the backend is live.
         unsafe { sys::ggml_backend_synchronize(self.raw.0.as_ptr()) };
-    }
-}
-
-/// Asked by ggml between the operations of a graph.
-unsafe extern "C" fn is_cancelled(data: *mut c_void) -> bool {
-    // SAFETY: `data` is the flag that `Backend::compute` borrows while the graph runs.
-    unsafe { &*data.cast::<AtomicBool>() }.load(Ordering::Relaxed)
-}
-
-impl Threads {
-    fn new(count: usize) -> Option<Threads> {
-        // SAFETY: the parameters are a live struct that ggml copies.
-        let raw = unsafe {
-            let mut params = sys::ggml_threadpool_params_default(count as i32);
-            sys::ggml_threadpool_new(&mut params)
-        };
-        NonNull::new(raw).map(Threads)
-    }
-}
-
-impl Drop for Threads {
-    fn drop(&mut self) {
-        // SAFETY: the pool is live, and the backend that used it was dropped before (field order of `Backend`).
-        unsafe { sys::ggml_threadpool_free(self.0.as_ptr()) };
+        // For a remote device that only means "sent". A lost one has nothing left to wait for, and whoever computes on it
+        // or reads from it is told.
+        let _ = self.device.check_connection();
     }
 }
 

@@ -56,16 +56,15 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// All devices in ggml's order: graphics cards and accelerators first, the processor last.
+    /// All devices in ggml's order: graphics cards and accelerators first, the processor last; then those that were added
+    /// later, from servers or loaded libraries.
     pub fn all() -> Vec<Device> {
-        crate::log::route_to_tracing();
-        // SAFETY: the first call registers the built-in backends under ggml's own lock; indices below the count are valid.
-        unsafe {
-            (0..sys::ggml_backend_dev_count())
-                .filter_map(|index| NonNull::new(sys::ggml_backend_dev_get(index)))
-                .map(|raw| Device { raw })
-                .collect()
-        }
+        crate::registry::lock().devices()
+    }
+
+    /// A device of ggml's registry; `None` for null.
+    pub(crate) fn from_raw(raw: sys::ggml_backend_dev_t) -> Option<Device> {
+        NonNull::new(raw).map(|raw| Device { raw })
     }
 
     /// The processor.
@@ -80,11 +79,17 @@ impl Device {
     ///
     /// - `auto`: the first graphics card, else an integrated one, else the processor;
     /// - `gpu`, `cpu`: the first of that kind;
-    /// - a device's name (`Vulkan0`), its backend's name (`vulkan`), or a beginning that fits one device only.
+    /// - a device's name (`Vulkan0`), its backend's name (`vulkan`), or a beginning that fits one device only;
+    /// - `rpc://host:port`, the first device of that server, or `rpc://host:port/1`, its second and so on. The server's
+    ///   devices are added as by [`Device::add_server`].
     ///
     /// # Errors
-    /// [`Error::DeviceNotFound`] or [`Error::AmbiguousDevice`], both listing names.
+    /// [`Error::DeviceNotFound`] or [`Error::AmbiguousDevice`], both listing names; for servers those of
+    /// [`Device::add_server`].
     pub fn select(wanted: &str) -> Result<Device> {
+        if crate::rpc::is_endpoint(wanted) {
+            return crate::rpc::select(wanted);
+        }
         choose(&Device::all(), wanted, |device| {
             (device.name(), device.backend_name(), device.kind())
         })
@@ -92,7 +97,7 @@ impl Device {
 
     /// The device that ggml calls `raw`, which must live for ever.
     #[cfg(feature = "fake-device")]
-    pub(crate) fn from_raw(raw: NonNull<sys::ggml_backend_device>) -> Device {
+    pub(crate) fn from_non_null(raw: NonNull<sys::ggml_backend_device>) -> Device {
         Device { raw }
     }
 
@@ -195,7 +200,7 @@ impl fmt::Display for Device {
 
 /// # Safety
 /// `raw` is null or a zero-terminated string that lives during the call.
-unsafe fn text(raw: *const c_char) -> String {
+pub(crate) unsafe fn text(raw: *const c_char) -> String {
     if raw.is_null() {
         return String::new();
     }

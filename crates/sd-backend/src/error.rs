@@ -91,6 +91,43 @@ pub enum Error {
         /// ggml's word for the failure.
         reason: &'static str,
     },
+    /// A server of devices could not be reached, or does not speak as it should.
+    #[error("server {endpoint}: {reason}")]
+    Connection {
+        /// Host and port.
+        endpoint: String,
+        /// What happened.
+        reason: String,
+    },
+    /// The connection to a remote device broke; what lay in the device's memory is gone. Once everything on the device is
+    /// dropped, the next use connects again.
+    #[error(
+        "the connection to device {device} at {endpoint} is lost: its server ended, or gave up on a request"
+    )]
+    DeviceLost {
+        /// Name of the device.
+        device: String,
+        /// Host and port of its server.
+        endpoint: String,
+    },
+    /// This build lacks a backend.
+    #[error(
+        "this build has no backend `{backend}`: build with the feature `{feature}`, or load it as a library"
+    )]
+    MissingBackend {
+        /// ggml's name of the backend.
+        backend: &'static str,
+        /// The feature of these crates that has it built.
+        feature: &'static str,
+    },
+    /// Devices could not be served to other machines.
+    #[error("cannot serve at {address}: {reason}")]
+    Serve {
+        /// Address and port.
+        address: String,
+        /// What happened.
+        reason: String,
+    },
     /// The run was cancelled by its caller.
     #[error("cancelled")]
     Cancelled,

@@ -193,7 +193,7 @@ impl FakeDevice {
 
     /// The device.
     pub fn device(&self) -> Device {
-        Device::from_raw(NonNull::from(&self.0.device))
+        Device::from_non_null(NonNull::from(&self.0.device))
     }
 
     /// What it says of its memory from now on.

@@ -117,8 +117,12 @@ impl Ledger {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The error of an allocation of `bytes` that a driver refused although it had been granted.
+    /// The error of an allocation of `bytes` that a driver refused although it had been granted:
+    /// [`Error::OutOfMemory`], or [`Error::DeviceLost`] where that is the reason.
     pub fn refused(&self, device: Device, bytes: u64) -> Error {
+        if let Err(lost) = device.check_connection() {
+            return lost;
+        }
         self.error(bytes, device, &self.report(device))
     }
 

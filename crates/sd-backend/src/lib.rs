@@ -25,6 +25,10 @@ mod ledger;
 mod log;
 mod mapped_file;
 mod placement;
+mod processor;
+mod registry;
+mod rpc;
+mod serve;
 
 pub use backend::{Backend, BackendOptions};
 pub use budget::{MemoryBudget, MemoryBudgets};
@@ -36,3 +40,4 @@ pub use host_mapping::HostMapping;
 pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
 pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};
 pub use placement::{Component, DeviceChoice, Need, Placement, Residence, Seat, Wish, peak, seats};
+pub use serve::{RpcServer, RpcServerOptions};

@@ -210,6 +210,7 @@ impl LoadPlan<'_> {
                         .iter()
                         .try_for_each(|piece| piece.bring(self.checkpoint, lane, &one_at_a_time))
                 })?;
+            self.device.check_connection()?;
             for piece in batch {
                 bytes += piece.written.len() as u64;
                 if piece.is_last {

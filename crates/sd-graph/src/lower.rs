@@ -107,6 +107,12 @@ struct Lowering<'a> {
 }
 
 impl Lowering<'_> {
+    /// Whether a processor computes: a remote device does not say.
+    fn may_be_processor(&self) -> bool {
+        let device = self.backend.device();
+        device.kind() == DeviceKind::Cpu || device.is_remote()
+    }
+
     /// Builds `node` from its lowered sources.
     fn operation(&self, node: &Node, sources: &[RawTensor]) -> Result<RawTensor, ArenaFull> {
         let ctx = self.arena.as_ptr();
@@ -129,9 +135,7 @@ impl Lowering<'_> {
                 (&Op::Affine { scale, offset }, &[x]) => {
                     sys::ggml_scale_bias(ctx, self.whole(x)?.as_ptr(), scale, offset)
                 }
-                (Op::Unary(Unary::GeluTanh), &[x])
-                    if self.backend.device().kind() == DeviceKind::Cpu =>
-                {
+                (Op::Unary(Unary::GeluTanh), &[x]) if self.may_be_processor() => {
                     self.gelu_tanh(self.whole(x)?)
                 }
                 (Op::Unary(op), &[x]) => {

@@ -173,7 +173,8 @@ impl Plan {
     /// Reads an output of the last run, innermost dimension fastest.
     ///
     /// # Errors
-    /// [`Error::UnknownName`], [`Error::NotRun`], or [`Error::WrongValues`] for another type.
+    /// [`Error::UnknownName`], [`Error::NotRun`], [`Error::WrongValues`] for another type, or [`Error::Backend`] when the
+    /// device's server is gone.
     pub fn read<T: Element>(&self, name: &str) -> Result<Vec<T>> {
         let (index, id) = find(&self.recording.outputs, "output", name)?;
         let node = self.recording.node(id);
@@ -190,6 +191,7 @@ impl Plan {
         unsafe {
             sys::ggml_backend_tensor_get(tensor.as_ptr(), bytes.as_mut_ptr().cast(), 0, bytes.len())
         };
+        self.device.check_connection()?;
         Ok(values)
     }
 

@@ -211,6 +211,7 @@ impl Weights {
             });
         }
         cancel.check()?;
+        backend.device().check_connection()?;
         for (param, place) in self.params.iter().zip(places) {
             param.set_place(Some(place));
         }

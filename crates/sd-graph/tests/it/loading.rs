@@ -47,7 +47,7 @@ fn what_was_declared_is_loaded_and_computed_with() {
         (Some(DType::F32), true),
         (Some(DType::F16), false),
     ] {
-        for device in Device::all() {
+        for device in crate::devices() {
             let options = convert.map_or(LoadOptions::default(), |dtype| {
                 LoadOptions::default().weight_type(dtype)
             });

@@ -16,4 +16,13 @@ mod ops;
 mod plans;
 mod quantized;
 mod reference;
+#[cfg(feature = "rpc")]
+mod rpc;
 mod weight_types;
+
+/// The devices that everything is tested on.
+fn devices() -> Vec<sd_backend::Device> {
+    #[cfg(feature = "rpc")]
+    rpc::join_devices();
+    sd_backend::Device::all()
+}

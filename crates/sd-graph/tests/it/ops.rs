@@ -1,7 +1,7 @@
 //! Every operation on every device of the build, against double precision.
 
 use half::f16;
-use sd_backend::{Backend, BackendOptions, DType, Device, DeviceKind};
+use sd_backend::{Backend, BackendOptions, DType, DeviceKind};
 use sd_graph::{Cancel, Graph, Plan, Tensor};
 
 use crate::reference::{self, Array};
@@ -28,7 +28,8 @@ fn check_with(
     processor_tolerance: f64,
     build: impl for<'g> Fn(Graph<'g>, &[Tensor<'g>]) -> Tensor<'g>,
 ) {
-    for device in Device::all() {
+    let mut on_processor = None;
+    for device in crate::devices() {
         let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
         let mut plan = Plan::build(&backend, |g| {
             let tensors: Vec<Tensor<'_>> = inputs
@@ -53,6 +54,12 @@ fn check_with(
             plan.run(&mut backend, &Cancel::new())
                 .unwrap_or_else(|error| panic!("{name} on {device}: {error}"));
             let result = plan.read::<f32>("result").unwrap();
+            if device.kind() == DeviceKind::Cpu {
+                on_processor = Some(result.clone());
+            } else if device.is_remote() {
+                // The test's server has the same processor.
+                assert_eq!(Some(&result), on_processor.as_ref(), "{name} on {device}");
+            }
             let tolerance = if device.kind() == DeviceKind::Cpu {
                 processor_tolerance
             } else {
