@@ -69,10 +69,9 @@ impl RpcServerOptions {
 type StartServer =
     unsafe extern "C" fn(*const c_char, *const c_char, usize, usize, *mut sys::ggml_backend_dev_t);
 
-/// A server that has found its port and devices and is about to serve.
+/// A server that has found its devices and a free port, and is about to serve.
 #[derive(Debug)]
 pub struct RpcServer {
-    listener: TcpListener,
     address: SocketAddrV4,
     devices: Vec<Device>,
     threads: usize,
@@ -81,7 +80,7 @@ pub struct RpcServer {
 }
 
 impl RpcServer {
-    /// Takes the port and finds the devices.
+    /// Finds the devices, and whether the port is free.
     ///
     /// # Errors
     /// [`Error::Serve`] for a port that is taken, an address that this machine does not have, a device of another server
@@ -126,15 +125,16 @@ impl RpcServer {
             std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
         });
 
-        // ggml takes the port itself, and says nothing but that it failed. Taking it first finds the reason.
-        let listener =
-            TcpListener::bind(options.address).map_err(|error| failed(error.to_string()))?;
-        let address = match listener.local_addr() {
-            Ok(SocketAddr::V4(address)) => address,
-            _ => options.address,
+        // ggml takes the port itself, and says nothing but that it failed: taking it first finds the reason. It is given up
+        // again at once, since clients that came before ggml listens would be thrown out.
+        let address = TcpListener::bind(options.address)
+            .and_then(|listener| listener.local_addr())
+            .map_err(|error| failed(error.to_string()))?;
+        let address = match address {
+            SocketAddr::V4(address) => address,
+            SocketAddr::V6(_) => options.address,
         };
         Ok(RpcServer {
-            listener,
             address,
             devices,
             threads,
@@ -170,7 +170,6 @@ impl RpcServer {
             .map_or(std::ptr::null(), |cache| cache.as_ptr());
         let mut devices: Vec<sys::ggml_backend_dev_t> =
             self.devices.iter().map(|device| device.as_ptr()).collect();
-        drop(self.listener);
         // SAFETY: the strings are terminated and outlive the call, as does the list of devices, whose length is given;
         // each of them lives for ever.
         unsafe {

@@ -1,5 +1,6 @@
 //! Arguments of the command, and what its help says.
 
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
@@ -42,6 +43,15 @@ pub(crate) enum Command {
     Plan(Plan),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
+    /// Let programs on other machines compute on this machine's devices.
+    #[command(
+        after_help = "Clients name the server as a device: sd generate --device rpc://HOST:PORT, or rpc://HOST:PORT/1 for \
+        its second device. It serves one client at a time, until it is interrupted.\n\n\
+        The protocol has no passwords and no encryption, and believes what it is told: whoever reaches the port can read \
+        what clients compute and bring the server down. Other addresses than 127.0.0.1 are for networks whose every user \
+        you trust; through others, lead the port by a tunnel (ssh -L)."
+    )]
+    RpcServer(RpcServer),
 }
 
 /// Arguments of `sd generate`.
@@ -137,7 +147,7 @@ pub(crate) struct Plan {
 /// Where the model runs, and in how much memory.
 #[derive(Debug, Args)]
 pub(crate) struct Resources {
-    /// Device to run on: auto, cpu, gpu, or the name of one.
+    /// Device to run on: auto, cpu, gpu, the name of one, or rpc://HOST:PORT for one of a server.
     #[arg(short, long, value_name = "NAME", default_value = "auto")]
     pub(crate) device: String,
 
@@ -202,4 +212,37 @@ pub(crate) struct Info {
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Arguments of `sd rpc-server`.
+#[derive(Debug, Args)]
+pub(crate) struct RpcServer {
+    /// IPv4 address to listen at: of this machine alone (127.0.0.1), of one of its networks, or of all (0.0.0.0).
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = address)]
+    pub(crate) host: Ipv4Addr,
+
+    /// Port to listen at; 0 takes a free one and says which.
+    #[arg(short, long, value_name = "N", default_value_t = 50052)]
+    pub(crate) port: u16,
+
+    /// Device to serve; may be given several times [default: all graphics cards, or else the processor].
+    #[arg(short, long, value_name = "NAME")]
+    pub(crate) device: Vec<String>,
+
+    /// Threads that compute on the processor [default: as many as there are].
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<usize>,
+
+    /// Folder in which large weights are kept, so that clients need not send them again. It is never emptied.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cache: Option<PathBuf>,
+}
+
+fn address(text: &str) -> Result<Ipv4Addr, String> {
+    match text {
+        "localhost" => Ok(Ipv4Addr::LOCALHOST),
+        _ => text
+            .parse()
+            .map_err(|_| "an IPv4 address of this machine is expected".to_owned()),
+    }
 }

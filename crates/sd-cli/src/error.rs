@@ -8,6 +8,9 @@ pub(crate) enum Error {
     /// A model could not be opened, loaded or run.
     #[error(transparent)]
     Model(#[from] sd_models::Error),
+    /// A device could not be found or served.
+    #[error(transparent)]
+    Backend(#[from] sd_backend::Error),
     /// A weight file could not be read.
     #[error(transparent)]
     Checkpoint(#[from] sd_graph::CheckpointError),

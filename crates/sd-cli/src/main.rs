@@ -8,6 +8,7 @@ mod generate;
 mod info;
 mod plan;
 mod progress;
+mod rpc_server;
 mod tiny;
 
 use std::process::ExitCode;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
+        Command::RpcServer(arguments) => rpc_server::run(&arguments),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,5 +1,10 @@
-//! Devices and memory against a device that fails on demand.
-#![allow(clippy::unwrap_used, clippy::panic)]
+//! Integration tests of `sd-backend`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod ledger;
 mod mapping;
+#[cfg(feature = "rpc")]
+mod rpc;
+#[cfg(not(feature = "rpc"))]
+mod without_rpc;

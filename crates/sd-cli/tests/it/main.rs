@@ -10,4 +10,14 @@
 mod generate;
 mod info;
 mod plan;
+#[cfg(feature = "rpc")]
+mod rpc_server;
 mod run;
+
+/// The command is there in every build; in one without the feature it says what is missing.
+#[cfg(not(feature = "rpc"))]
+#[test]
+fn the_missing_feature_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    run::assert_refused(folder.path(), &["rpc-server"], &["feature `rpc`"]);
+}
