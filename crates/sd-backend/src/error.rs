@@ -1,6 +1,7 @@
 //! What can go wrong with devices and memory.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use crate::ledger::Usage;
 
@@ -126,6 +127,14 @@ pub enum Error {
         /// Address and port.
         address: String,
         /// What happened.
+        reason: String,
+    },
+    /// A folder of backends could not be loaded.
+    #[error("backends in {}: {reason}", folder.display())]
+    Libraries {
+        /// The folder.
+        folder: PathBuf,
+        /// What was tried, and what happened.
         reason: String,
     },
     /// The run was cancelled by its caller.

@@ -5,6 +5,7 @@
 //! - a failed allocation is a value ([`Error::OutOfMemory`]), never an abort;
 //! - a budget is a promise: every allocation asks a [`Ledger`] first, which a caller owns;
 //! - an element type, a device and a buffer are plain Rust values with names, sizes and reasons in their errors;
+//! - a device of another machine ([`Device::add_server`]) whose server is lost is a value too ([`Error::DeviceLost`]);
 //! - ggml's own log goes to [`tracing`], never to standard error.
 //!
 //! # Threads
@@ -22,6 +23,7 @@ mod error;
 pub mod fake;
 mod host_mapping;
 mod ledger;
+mod libraries;
 mod log;
 mod mapped_file;
 mod placement;
@@ -38,6 +40,8 @@ pub use dtype::DType;
 pub use error::{Bytes, Error, Result};
 pub use host_mapping::HostMapping;
 pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
+#[cfg(all(feature = "dynamic-backends", not(feature = "system")))]
+pub use libraries::built_backends;
 pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};
 pub use placement::{Component, DeviceChoice, Need, Placement, Residence, Seat, Wish, peak, seats};
 pub use serve::{RpcServer, RpcServerOptions};

@@ -14,6 +14,15 @@ pub(crate) fn route_to_tracing() {
     ONCE.call_once(|| unsafe { sys::ggml_log_set(Some(forward), std::ptr::null_mut()) });
 }
 
+/// Does the same for another copy of ggml in this process, which a loaded library brought along.
+pub(crate) fn route_copy(set: LogSet) {
+    // SAFETY: as above.
+    unsafe { set(Some(forward), std::ptr::null_mut()) };
+}
+
+/// The type of `ggml_log_set`.
+pub(crate) type LogSet = unsafe extern "C" fn(sys::ggml_log_callback, *mut c_void);
+
 /// Called by ggml with a zero-terminated piece of text; long lines come in several pieces.
 unsafe extern "C" fn forward(level: sys::ggml_log_level, text: *const c_char, _user: *mut c_void) {
     if text.is_null() {

@@ -53,8 +53,17 @@ impl Registry {
         }
     }
 
-    /// Adds a driver and its devices; one that is there already stays as it is.
-    pub(crate) fn add(&mut self, driver: Driver) {
+    /// Adds a driver and its devices, and returns the driver of its name: itself, or one that was there before. Two of one
+    /// name would list the same hardware twice.
+    pub(crate) fn add_unless_there(&mut self, driver: Driver) -> Driver {
+        let name = driver.name();
+        self.driver(&name).unwrap_or_else(|| {
+            self.add(driver);
+            driver
+        })
+    }
+
+    fn add(&mut self, driver: Driver) {
         // SAFETY: a driver is a live registration that is never freed; `&mut self` is the right to add.
         unsafe { sys::ggml_backend_register(driver.0.as_ptr()) };
     }
@@ -100,6 +109,12 @@ impl Driver {
     pub(crate) fn name(self) -> String {
         // SAFETY: the registration lives for ever and its name is a zero-terminated string it owns.
         unsafe { text(sys::ggml_backend_reg_name(self.0.as_ptr())) }
+    }
+
+    /// The version of the interface that it was written for.
+    pub(crate) fn api_version(self) -> i32 {
+        // SAFETY: the registration lives for ever, and this field is its first in every version.
+        unsafe { (*self.0.as_ptr()).api_version }
     }
 
     /// Its devices.

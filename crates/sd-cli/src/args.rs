@@ -28,6 +28,11 @@ pub(crate) struct Sd {
     /// Say nothing but errors.
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
+
+    /// Folder of backends to load (libggml-cuda.so and the like, of the same version of ggml); SD_BACKENDS does the same. A
+    /// program built with the feature `dynamic-backends` looks beside itself without either.
+    #[arg(long, global = true, value_name = "DIR")]
+    pub(crate) backends: Option<PathBuf>,
 }
 
 /// What to do.

@@ -3,6 +3,7 @@
 //! A thin front end: arguments in, files out. Everything it does is a call into `sd-models`.
 
 mod args;
+mod backends;
 mod error;
 mod generate;
 mod info;
@@ -11,11 +12,13 @@ mod progress;
 mod rpc_server;
 mod tiny;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Parser;
 
 use crate::args::{Command, Sd};
+use crate::error::Error;
 
 /// What ends with an error ends with this code, as a wrong argument does.
 const FAILURE: u8 = 2;
@@ -23,18 +26,27 @@ const FAILURE: u8 = 2;
 fn main() -> ExitCode {
     let arguments = Sd::parse();
     start_logging(arguments.verbose, arguments.quiet);
-    let outcome = match arguments.command {
-        Command::Generate(arguments) => generate::run(&arguments),
-        Command::Plan(arguments) => plan::run(&arguments),
-        Command::Info(arguments) => info::run(&arguments),
-        Command::RpcServer(arguments) => rpc_server::run(&arguments),
-    };
-    match outcome {
+    let variable = std::env::var_os("SD_BACKENDS").filter(|folder| !folder.is_empty());
+    let folder = arguments.backends.or(variable.map(PathBuf::from));
+    match run(&arguments.command, folder.as_deref()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             error::print(&error);
             ExitCode::from(FAILURE)
         }
+    }
+}
+
+fn run(command: &Command, backends: Option<&Path>) -> Result<(), Error> {
+    // What a checkpoint is, no device needs to know.
+    if !matches!(command, Command::Info(_)) {
+        backends::load(backends)?;
+    }
+    match command {
+        Command::Generate(arguments) => generate::run(arguments),
+        Command::Plan(arguments) => plan::run(arguments),
+        Command::Info(arguments) => info::run(arguments),
+        Command::RpcServer(arguments) => rpc_server::run(arguments),
     }
 }
 

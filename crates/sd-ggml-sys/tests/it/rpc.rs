@@ -30,7 +30,7 @@ pub(crate) fn register() {
             sys::ggml_backend_rpc_start_server(served.as_ptr(), ptr::null(), 1, 1, &raw mut device);
         }
     });
-    // ggml's client aborts the process when nobody answers.
+    // The server listens a moment later.
     let reachable = (0..100).any(|_| {
         thread::sleep(Duration::from_millis(50));
         TcpStream::connect(&address).is_ok()
@@ -46,4 +46,25 @@ fn the_remote_device_is_registered() {
     // SAFETY: the name is a terminated string.
     let device = unsafe { sys::ggml_backend_dev_by_name(c"RPC0".as_ptr()) };
     assert!(!device.is_null());
+}
+
+/// Patch 0004: without it this ends the process.
+#[cfg(not(feature = "system"))]
+#[test]
+fn a_server_that_is_not_there_is_a_null_pointer() {
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let endpoint = CString::new(format!("127.0.0.1:{port}")).unwrap();
+    let (mut free, mut total) = (1, 1);
+    // SAFETY: the endpoint is a terminated string, and both pointers lead to live numbers.
+    unsafe {
+        assert!(sys::ggml_backend_rpc_add_server(endpoint.as_ptr()).is_null());
+        assert!(sys::ggml_backend_rpc_init(endpoint.as_ptr(), 0).is_null());
+        assert!(sys::ggml_backend_rpc_buffer_type(endpoint.as_ptr(), 0).is_null());
+        sys::ggml_backend_rpc_get_device_memory(endpoint.as_ptr(), 0, &mut free, &mut total);
+    }
+    assert_eq!((free, total), (0, 0));
 }
