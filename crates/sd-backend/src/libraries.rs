@@ -137,11 +137,25 @@ fn file_name(path: &Path) -> String {
         .into_owned()
 }
 
-/// Opens a library and asks how well it suits this machine, 1 if it has no opinion.
-fn open(path: &Path) -> Result<(c_int, Library), String> {
+/// Opens a library with everything that it needs found. Finding functions when they are first called, as is the usual
+/// way, would end the process where one is missing.
+#[cfg(unix)]
+fn bind(path: &Path) -> Result<Library, libloading::Error> {
+    use libloading::os::unix::{Library as Unix, RTLD_LOCAL, RTLD_NOW};
     // SAFETY: this runs the library's initialisers. Who named its folder vouches for them, as `Device::load_backends`
     // says.
-    let library = unsafe { Library::new(path) }.map_err(|error| error.to_string())?;
+    unsafe { Unix::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Library::from)
+}
+
+#[cfg(not(unix))]
+fn bind(path: &Path) -> Result<Library, libloading::Error> {
+    // SAFETY: as above.
+    unsafe { Library::new(path) }
+}
+
+/// Opens a library and asks how well it suits this machine, 1 if it has no opinion.
+fn open(path: &Path) -> Result<(c_int, Library), String> {
+    let library = bind(path).map_err(|error| error.to_string())?;
     // SAFETY: the types are those of the functions of these names in ggml's headers; they are called while the library
     // is open, and the version is a zero-terminated constant in it.
     unsafe {

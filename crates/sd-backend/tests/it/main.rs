@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[cfg(target_os = "linux")]
+mod libraries;
 // Where nothing is linked, everything else would have to load it first: there, loading is what is tested.
 #[cfg(not(feature = "dynamic-backends"))]
 mod ledger;
