@@ -119,3 +119,12 @@ for number, budget in enumerate(["auto", "8GiB", " 1.5 gib ", "free-512MiB", "cu
 rules = ["q8_0", r"transformer_blocks\..*attn=q8_0,.*=f16", "f16,attn=q4_K", r"\.(to_q|to_k)\.=q4_0", "(=f16", "a=q9", "=f16", "x=", "[,=]=f16", "a{1000}{1000}=f32", ""]
 for number, rule in enumerate(rules):
     write("rules", str(number), rule)
+
+# Configurations: which file, then what the tiny model has in it.
+tiny = Path(__file__).parents[1] / "models" / "tiny-qwen-image-2.1"
+files = ["model_index.json", "sd-defaults.json", "scheduler/scheduler_config.json", "text_encoder/config.json",
+         "transformer/config.json", "vae/config.json"]
+for number, name in enumerate(files):
+    # Short lines are changed faster than long ones.
+    value = json.loads((tiny / name).read_text())
+    write("config", name.replace("/", "-"), bytes([number]) + json.dumps(value, separators=(",", ":")).encode())

@@ -1,6 +1,8 @@
 //! What the fuzz targets check. The integration tests of the crates run the same checks over the committed corpus, so
 //! they stand here in files that know nothing of fuzzing.
 
+#[cfg(feature = "models")]
+pub mod configs;
 pub mod convert;
 pub mod readers;
 pub mod texts;

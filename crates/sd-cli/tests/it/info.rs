@@ -116,6 +116,30 @@ fn a_gguf_file_is_listed() {
 }
 
 #[test]
+fn components_of_a_folder_may_be_gguf_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let index = r#"{"_class_name": "SomePipeline", "transformer": ["diffusers", "A"], "vae": ["diffusers", "B"]}"#;
+    fs::write(folder.path().join("model_index.json"), index).unwrap();
+    for part in ["transformer", "vae"] {
+        fs::create_dir(folder.path().join(part)).unwrap();
+    }
+    fs::write(folder.path().join("transformer/some-Q4.gguf"), gguf()).unwrap();
+    // Left behind by a file manager: no weights.
+    fs::write(folder.path().join("vae/._model.safetensors"), [0; 9]).unwrap();
+    let ended = sd(folder.path(), &["info", "."]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    for part in [
+        "SomePipeline (not supported",
+        "transformer (A): 195 parameters",
+        "1 iq4_nl",
+    ] {
+        assert!(ended.out.contains(part), "`{part}` in {}", ended.out);
+    }
+    fs::write(folder.path().join("vae/broken.gguf"), b"GGUF\x03\0\0\0").unwrap();
+    assert_refused(folder.path(), &["info", "."], &["broken.gguf"]);
+}
+
+#[test]
 fn what_is_no_checkpoint_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("noise.safetensors"), [0xA5; 400]).unwrap();

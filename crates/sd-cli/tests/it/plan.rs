@@ -92,3 +92,84 @@ fn a_plan_reads_like_a_plan() {
     );
     assert_refused(folder.path(), &["plan", "nowhere"], &["nowhere"]);
 }
+
+#[test]
+fn weights_are_counted_in_the_types_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-qwen-image-2.1");
+    let tiny = tiny.to_str().unwrap();
+    let plan = |arguments: &[&str]| -> serde_json::Value {
+        let ended = sd(
+            folder.path(),
+            &[&["plan", tiny, "--json"], arguments].concat(),
+        );
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        serde_json::from_str(&ended.out).unwrap()
+    };
+    let bytes = |plan: &serde_json::Value, part: &str| {
+        let parts = plan["weights"].as_array().unwrap().iter();
+        let named = parts.clone().find(|weights| weights["name"] == part);
+        named.unwrap()["bytes"].as_u64().unwrap()
+    };
+    let single = plan(&["--weight-type", "f32"]);
+    let short = plan(&["--weight-type", "Q8_0"]);
+    let ruled = plan(&[
+        "--tensor-type",
+        r"^transformer\.=q8_0",
+        "--tensor-type",
+        ".*=f32",
+    ]);
+    let transformer = |plan| bytes(plan, "transformer");
+    // 34 bytes for 32 numbers of 4, but for what is no matrix.
+    assert!(transformer(&short) * 10 < transformer(&single) * 3);
+    assert_eq!(transformer(&ruled), transformer(&short));
+    for part in ["text encoder", "vae decoder"] {
+        assert_eq!(bytes(&ruled, part), bytes(&single, part), "{part}");
+    }
+    assert!(single.get("fallbacks").is_none());
+    let blocks = plan(&["--weight-type", "q4_K"]);
+    let fallback = &blocks["fallbacks"][0];
+    assert_eq!(fallback["asked"], "q4_K");
+    assert!(
+        fallback["name"]
+            .as_str()
+            .unwrap()
+            .starts_with("text_encoder."),
+        "{fallback}"
+    );
+    let told = sd(folder.path(), &["plan", tiny, "--weight-type", "q4_K"]);
+    assert!(
+        told.out
+            .contains("weights cannot be given the type asked for: text_encoder."),
+        "{told:?}"
+    );
+
+    for (arguments, parts) in [
+        (
+            ["--weight-type", "q9"],
+            ["--weight-type", "`q9` is no type", "q8_0, q2_K"],
+        ),
+        (
+            ["--weight-type", "i32"],
+            ["--weight-type", "`i32` is no type", "mxfp4"],
+        ),
+        (
+            ["--tensor-type", "attn"],
+            ["--tensor-type", "PATTERN=TYPE", "attn=q8_0"],
+        ),
+        (
+            ["--tensor-type", "a[=q8_0"],
+            ["--tensor-type", "`a[`", "unclosed character class"],
+        ),
+        (
+            ["--tensor-type", "a=f16,b=f8"],
+            ["--tensor-type", "`f8` is no type", "bf16"],
+        ),
+    ] {
+        assert_refused(
+            folder.path(),
+            &[&["plan", tiny], &arguments[..]].concat(),
+            &parts,
+        );
+    }
+}

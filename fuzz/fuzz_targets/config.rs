@@ -1,0 +1,6 @@
+//! The configurations of a model folder.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(
+    |bytes: &[u8]| sd_fuzz::in_folder(|folder| sd_fuzz::configs::config(folder, bytes))
+);
