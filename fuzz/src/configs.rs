@@ -17,16 +17,15 @@ const FILES: [&str; 6] = [
     "vae/config.json",
 ];
 
-/// Puts the bytes after the first into the configuration that the first one chooses, in a copy of the tiny model in
+/// Puts the bytes after the first into the configuration that the first one chooses, in a copy of the model `tiny` in
 /// `folder`, and opens that.
-pub fn config(folder: &Path, bytes: &[u8]) {
+pub fn config(folder: &Path, tiny: &Path, bytes: &[u8]) {
     let [chosen, bytes @ ..] = bytes else {
         return;
     };
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny-qwen-image-2.1");
     let model = folder.join("model");
     if !model.exists() {
-        copy(&tiny, &model);
+        copy(tiny, &model);
     }
     let name = FILES[usize::from(*chosen) % FILES.len()];
     let path = model.join(name);

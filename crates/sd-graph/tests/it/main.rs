@@ -9,6 +9,7 @@
 
 mod checkpoint;
 mod convert;
+mod corpus;
 mod gguf_file;
 mod loading;
 mod mapping;

@@ -7,6 +7,7 @@
     clippy::print_stdout
 )]
 
+mod corpus;
 mod fixtures;
 mod noise;
 mod placement;

@@ -1,0 +1,24 @@
+//! What the fuzz target of configurations checks, over its committed corpus.
+
+use std::fs;
+use std::path::Path;
+
+use crate::fixtures::tiny;
+
+#[path = "../../../../fuzz/src/configs.rs"]
+#[allow(unreachable_pub)]
+mod configs;
+
+#[test]
+fn every_configuration_opens_or_says_why_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/config");
+    let mut inputs = 0;
+    for entry in fs::read_dir(corpus).unwrap() {
+        let path = entry.unwrap().path();
+        println!("{}", path.display());
+        configs::config(folder.path(), &tiny(), &fs::read(path).unwrap());
+        inputs += 1;
+    }
+    assert!(inputs > 5, "{inputs} inputs");
+}
