@@ -6,7 +6,7 @@ use std::fmt;
 
 use sd_backend::DType;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::param::Param;
 use crate::shape::Shape;
 use crate::weight_types::{Fallback, LoadOptions, Role, memory_type};
@@ -196,61 +196,41 @@ impl<'d> Scope<'d> {
         let mut state = self.declarations.state.borrow_mut();
         let checked = Shape::new(wanted);
         let shape = checked.as_ref().copied().unwrap_or(Shape::ONE);
+        let misshapen = |info: &TensorInfo| (name.clone(), wanted.to_vec(), info.shape.clone());
         let mut dtype = DType::F32;
-        match (self.declarations.checkpoint.get(&name), checked) {
-            (None, _) => state.mismatch.missing.push(name.clone()),
-            (Some(info), Err(_)) => {
-                state
-                    .mismatch
-                    .misshapen
-                    .push((name.clone(), wanted.to_vec(), info.shape.clone()));
+        match self.declarations.checkpoint.get(&name) {
+            None => state.mismatch.missing.push(name.clone()),
+            Some(info) if checked.is_err() || significant(&info.shape) != significant(wanted) => {
+                state.mismatch.misshapen.push(misshapen(info));
             }
-            (Some(info), Ok(_)) => {
-                let significant = |dims: &[usize]| {
-                    dims.iter()
-                        .copied()
-                        .filter(|&dim| dim != 1)
-                        .collect::<Vec<_>>()
-                };
-                if significant(&info.shape) != significant(wanted) {
-                    state.mismatch.misshapen.push((
-                        name.clone(),
-                        wanted.to_vec(),
-                        info.shape.clone(),
-                    ));
-                } else {
-                    let full_name = self.declarations.options.full_name(&name);
-                    let asked = self.declarations.options.asked(&full_name);
-                    match memory_type(info.stored, role, shape.inner(), asked) {
-                        // The file's rows are whole blocks; those of another shape of the same sizes may not be.
-                        Some(memory) if memory.row_bytes(shape.inner()).is_none() => {
-                            state.mismatch.misshapen.push((
-                                name.clone(),
-                                wanted.to_vec(),
-                                info.shape.clone(),
-                            ));
+            Some(info) => {
+                let options = &self.declarations.options;
+                let full_name = options.full_name(&name);
+                // What is asked for holds for these two; the others go their own way, and that is no news.
+                let ruled = matches!(role, Role::Matrix | Role::Table);
+                let asked = options.asked(&full_name);
+                match memory_type(info.stored, role, shape.inner(), asked) {
+                    // The file's rows are whole blocks; those of another shape of the same sizes may not be.
+                    Some(memory) if memory.row_bytes(shape.inner()).is_none() => {
+                        state.mismatch.misshapen.push(misshapen(info));
+                    }
+                    Some(memory) => {
+                        dtype = memory;
+                        if let Some(asked) = asked.filter(|&asked| ruled && asked != memory) {
+                            state.fallbacks.push(Fallback {
+                                name: full_name,
+                                asked,
+                                got: memory,
+                            });
                         }
-                        Some(memory) => {
-                            dtype = memory;
-                            if let Some(asked) = asked.filter(|&asked| {
-                                asked != memory && matches!(role, Role::Matrix | Role::Table)
-                            }) {
-                                state.fallbacks.push(Fallback {
-                                    name: full_name,
-                                    asked,
-                                    got: memory,
-                                });
-                            }
-                        }
-                        None => {
-                            let wanted = match (role, asked) {
-                                (Role::Matrix | Role::Table, Some(asked)) => {
-                                    format!("{} as {asked}", info.stored)
-                                }
-                                _ => info.stored.to_string(),
-                            };
-                            state.mismatch.unusable.push((name.clone(), wanted));
-                        }
+                    }
+                    None => {
+                        let stored = info.stored;
+                        let text = match asked.filter(|_| ruled) {
+                            Some(asked) => format!("{stored} as {asked}"),
+                            None => stored.to_string(),
+                        };
+                        state.mismatch.unusable.push((name.clone(), text));
                     }
                 }
             }
@@ -268,4 +248,9 @@ impl<'d> Scope<'d> {
             format!("{}.{name}", self.path)
         }
     }
+}
+
+/// The sides that say something: all but those of 1.
+fn significant(dims: &[usize]) -> Vec<usize> {
+    dims.iter().copied().filter(|&dim| dim != 1).collect()
 }

@@ -140,6 +140,34 @@ fn components_of_a_folder_may_be_gguf_files() {
 }
 
 #[test]
+fn every_file_ends_with_a_list_or_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
+    let (mut listed, mut refused) = (0, 0);
+    for (target, name) in [
+        ("gguf", "any.gguf"),
+        ("safetensors", "any.safetensors"),
+        ("index", "any.safetensors.index.json"),
+    ] {
+        for entry in fs::read_dir(corpus.join(target)).unwrap() {
+            let path = entry.unwrap().path();
+            // Fuzzing's own finds are many, and the readers' tests go through them.
+            if !path.to_string_lossy().contains("seed-") {
+                continue;
+            }
+            fs::copy(&path, folder.path().join(name)).unwrap();
+            let ended = sd(folder.path(), &["info", name, "--json"]);
+            match ended.code {
+                Some(0) => listed += 1,
+                Some(2) => refused += 1,
+                _ => panic!("{}: {ended:?}", path.display()),
+            }
+        }
+    }
+    assert!(listed > 5 && refused > 5, "{listed} and {refused}");
+}
+
+#[test]
 fn what_is_no_checkpoint_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("noise.safetensors"), [0xA5; 400]).unwrap();
