@@ -182,7 +182,11 @@ fn drawn(builder: sd_models::PipelineBuilder) -> (Vec<f32>, u64) {
 
 #[test]
 fn weights_of_other_types_draw_the_same_picture() {
-    let open = || Pipeline::open(tiny()).unwrap();
+    // Read: a mapped file counts as a whole.
+    let open = || {
+        let builder = Pipeline::open(tiny()).unwrap();
+        builder.mapping(sd_backend::Mapping::Never)
+    };
     let (exact, bytes) = drawn(open().weight_type(DType::F32));
     // Least quality in dB, and most of the bytes of single precision. A type loses a part of each weight: a 2^12th, a
     // 2^9th, one in 270 and one in 18 (root mean square). What was measured is 71, 61, 52 and 39 dB; the bounds leave 6 dB, which is twice the error, for processors that sum in another order.
@@ -210,11 +214,8 @@ fn weights_of_other_types_draw_the_same_picture() {
         println!("{default}{rules}: {quality:.1} dB, {share:.3} of the bytes");
         assert!(quality >= least, "{default}{rules}: {quality:.1} dB");
         assert!(share <= part, "{default}{rules}: {share:.3} of the bytes");
-        // A plan counts what is loaded; aligning costs up to 32 bytes a tensor.
-        let planned: u64 = planned.weights.iter().map(|(_, bytes)| bytes).sum();
-        assert!(
-            (planned..planned + (16 << 10)).contains(&of),
-            "{planned} and {of}"
-        );
+        // A plan counts what is loaded.
+        let planned: u64 = planned.seats.iter().map(|seat| seat.weights).sum();
+        assert_eq!(planned, of);
     }
 }
