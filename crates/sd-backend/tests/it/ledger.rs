@@ -99,14 +99,18 @@ fn a_refusal_tells_all_figures() {
 fn failures_of_graphs_have_their_kind() {
     let fake = fake("Fake");
     let mut backend = Backend::new(fake.device(), &BackendOptions::default()).unwrap();
-    // SAFETY: an empty graph in a context that lives until the end of the block.
+    // SAFETY: a graph of one operation in a context that has room for it and its numbers, and lives to the end of the
+    // block.
     unsafe {
         let context = sd_ggml_sys::ggml_init(sd_ggml_sys::ggml_init_params {
-            mem_size: sd_ggml_sys::ggml_graph_overhead(),
+            mem_size: sd_ggml_sys::ggml_graph_overhead() + (1 << 16),
             mem_buffer: std::ptr::null_mut(),
-            no_alloc: true,
+            no_alloc: false,
         });
         let graph = sd_ggml_sys::ggml_new_graph(context);
+        let numbers = sd_ggml_sys::ggml_new_tensor_1d(context, sd_ggml_sys::GGML_TYPE_F32, 4);
+        sd_ggml_sys::ggml_set_zero(numbers);
+        sd_ggml_sys::ggml_build_forward_expand(graph, sd_ggml_sys::ggml_neg(context, numbers));
         fake.fail_graph(1, GraphFailure::Allocation);
         let error = backend.compute(graph, None).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
