@@ -10,8 +10,40 @@
 //!
 //! # Threads
 //!
-//! [`Device`] and [`Buffer`] may be shared between threads. A [`Backend`] is one stream of work: it can be sent to
-//! another thread, and running it takes `&mut`.
+//! | type | may be sent | may be shared | why |
+//! |---|---|---|---|
+//! | [`Device`] | yes | yes | lives as long as the process; only constants and reports are read from it |
+//! | [`Buffer`], [`HostMapping`], [`MappedFile`] | yes | yes | through a shared one only addresses and sizes are read |
+//! | [`Ledger`], [`Reservation`] | yes | yes | counters under a lock |
+//! | [`Backend`] | yes | no | one stream of work: ggml's backends are not made for two threads at once |
+//!
+//! ```
+//! fn sent<T: Send>() {}
+//! fn shared<T: Sync>() {}
+//! sent::<sd_backend::Backend>();
+//! sent::<sd_backend::Buffer>();
+//! shared::<sd_backend::Buffer>();
+//! shared::<sd_backend::HostMapping>();
+//! shared::<sd_backend::Device>();
+//! shared::<sd_backend::Ledger>();
+//! ```
+//!
+//! ```compile_fail,E0277
+//! fn shared<T: Sync>() {}
+//! shared::<sd_backend::Backend>();
+//! ```
+//!
+//! Two runs at once on one backend do not compile either, since running takes it exclusively:
+//!
+//! ```compile_fail,E0499
+//! # fn run(backend: &mut sd_backend::Backend) {}
+//! # fn both(mut backend: sd_backend::Backend) {
+//! std::thread::scope(|scope| {
+//!     scope.spawn(|| run(&mut backend));
+//!     scope.spawn(|| run(&mut backend));
+//! });
+//! # }
+//! ```
 
 mod backend;
 mod budget;
