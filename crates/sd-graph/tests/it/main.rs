@@ -21,8 +21,12 @@ mod reference;
 mod rpc;
 mod weight_types;
 
-/// The devices that everything is tested on.
+/// The devices that everything is tested on: those of the build, and those of the libraries in the folder that the
+/// environment names.
 fn devices() -> Vec<sd_backend::Device> {
+    if let Some(folder) = std::env::var_os("SD_TEST_BACKENDS") {
+        sd_backend::Device::load_backends(folder).unwrap();
+    }
     #[cfg(feature = "rpc")]
     rpc::join_devices();
     sd_backend::Device::all()

@@ -127,10 +127,19 @@ pub(crate) struct Loaded<M> {
     pub(crate) backend: Backend,
 }
 
+/// The devices that everything is tested on: those of the build, and those of the libraries in the folder that the
+/// environment names.
+pub(crate) fn devices() -> Vec<Device> {
+    if let Some(folder) = std::env::var_os("SD_TEST_BACKENDS") {
+        Device::load_backends(folder).unwrap();
+    }
+    Device::all()
+}
+
 /// Loads a module on every device of the build, in single precision.
 pub(crate) fn on_all_devices<M>(weights: &Path, new: impl Fn(&Scope<'_>) -> M) -> Vec<Loaded<M>> {
     let checkpoint = Checkpoint::open(weights).unwrap();
-    Device::all()
+    devices()
         .into_iter()
         .map(|device| {
             let declarations =

@@ -262,7 +262,7 @@ fn in_single_precision(folder: &std::path::Path) {
 fn weights_in_place_draw_the_same_picture_on_every_device() {
     let folder = tempfile::tempdir().unwrap();
     in_single_precision(folder.path());
-    for device in Device::all() {
+    for device in crate::fixtures::devices() {
         let draw = |mapping| {
             let ledger = Ledger::default();
             let mut pipeline = Pipeline::open(folder.path())

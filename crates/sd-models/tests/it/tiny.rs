@@ -118,7 +118,7 @@ fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
         let number = |key: &str| facts[key].as_u64().unwrap() as usize;
         // At least 55 dB in single precision; 35 dB with the file's own half precision, which every product rounds to.
         for (convert, least) in [(Some(DType::F32), 55.0), (None, 35.0)] {
-            for device in Device::all() {
+            for device in crate::fixtures::devices() {
                 let builder = Pipeline::open(tiny()).unwrap().device(device).threads(2);
                 let builder = match convert {
                     Some(dtype) => builder.weight_type(dtype),
