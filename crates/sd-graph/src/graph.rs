@@ -290,6 +290,21 @@ impl<'g> Graph<'g> {
         });
     }
 
+    /// Records a mistake that a model found by itself, before any operation could. The tensor stands in for what was
+    /// wanted, so that a forward pass needs no error handling; the mistake comes out when a plan is built.
+    #[track_caller]
+    pub fn mistake(self, operation: &'static str, reason: &str) -> Tensor<'g> {
+        let rule = Err(reason.to_owned().into());
+        self.record(
+            operation,
+            Op::Reshape,
+            &[],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
+    }
+
     /// Promises that all numbers in `index` are below `rows`: at once for a constant, before each run for an input.
     pub(crate) fn limit_index(self, index: Tensor<'g>, rows: usize) -> Result<(), Reason> {
         let mut recording = self.recording.borrow_mut();

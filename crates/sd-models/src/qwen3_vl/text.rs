@@ -5,7 +5,7 @@ use sd_graph::{Graph, Param, Role, Scope, Tensor};
 
 use super::TextConfig;
 use crate::nn::{Linear, RmsNorm};
-use crate::rope::{RotaryEmbedding, Rotation};
+use crate::rope::{Precision, Rotation, one_axis};
 
 /// The language model of Qwen3-VL without its final norm and head.
 #[derive(Debug)]
@@ -73,13 +73,9 @@ impl TextModel {
     /// numbers `[tokens]`. Text alone turns all three rotary axes alike, so the position is the token's number.
     pub fn forward<'g>(&self, g: Graph<'g>, token_ids: Tensor<'g>) -> Tensor<'g> {
         let tokens = token_ids.dim(0);
-        let positions: Vec<[i32; 1]> = (0..tokens as i32).map(|position| [position]).collect();
-        let rope = RotaryEmbedding::new(
-            &positions,
-            [self.config.head_dim()],
-            self.config.rope_theta(),
-        )
-        .in_graph(g);
+        let (head_dim, theta) = (self.config.head_dim(), self.config.rope_theta());
+        let rope = one_axis(tokens, head_dim, f64::from(theta), Precision::Single);
+        let rope = Rotation::new(g, &rope);
         let mask = g.constant(&causal_mask(tokens), [tokens, tokens]);
 
         let mut x = g.param(&self.embed_tokens).rows(token_ids);

@@ -2,6 +2,8 @@
 
 use half::f16;
 
+use crate::rope::{self, Circular, Embedding, Part, Size, TooLarge};
+
 /// A run of tokens of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Segment {
@@ -47,6 +49,7 @@ pub struct Layout {
     width: usize,
     /// One per text token of the prefix: whether it may be seen. Padding may not.
     valid_text: Vec<bool>,
+    circular: Circular,
 }
 
 impl Layout {
@@ -72,6 +75,7 @@ impl Layout {
             height,
             width,
             valid_text: vec![true; text],
+            circular: Circular::NONE,
         }
     }
 
@@ -117,29 +121,23 @@ impl Layout {
         self.tokens() - self.text_tokens()
     }
 
-    /// Each token's place on the axes frame, height, width.
+    /// Joins the sides of all pictures.
+    pub fn circular(mut self, circular: Circular) -> Layout {
+        self.circular = circular;
+        self
+    }
+
+    /// Where each token lies on the axes frame, height and width, and how it is turned: see
+    /// [`rope::qwen_image_2_1`].
     ///
-    /// Text moves on all axes together. A picture keeps the frame that the text before it reached and spreads over a
-    /// grid centred on zero (the odd row or column lies on the negative side); the text behind it goes on further by
-    /// its longer side.
-    pub fn positions(&self) -> Vec<[i32; 3]> {
-        let mut positions = Vec::with_capacity(self.tokens());
-        let mut next = 0_i32;
-        for segment in self.segments() {
-            match segment {
-                Segment::Text(tokens) => {
-                    positions.extend((next..next + tokens as i32).map(|position| [position; 3]));
-                    next += tokens as i32;
-                }
-                Segment::Image { height, width } => {
-                    for row in centred(height) {
-                        positions.extend(centred(width).map(|column| [next, row, column]));
-                    }
-                    next += height.max(width) as i32;
-                }
-            }
-        }
-        positions
+    /// # Errors
+    /// [`TooLarge`].
+    pub fn rotary_embedding(&self, dims: [usize; 3]) -> Result<Embedding, TooLarge> {
+        let parts = self.segments().map(|segment| match segment {
+            Segment::Text(tokens) => Part::Text(tokens),
+            Segment::Image { height, width } => Part::Picture(Size::new(height, width)),
+        });
+        Ok(rope::qwen_image_2_1(parts, dims, 1)?.circular(self.circular))
     }
 
     /// Who sees whom, one run of queries after the other: text sees what comes before it, each picture sees itself as a
@@ -191,12 +189,6 @@ impl Layout {
     }
 }
 
-/// Whole numbers around zero, as many as `size`, the odd one below.
-fn centred(size: usize) -> std::ops::Range<i32> {
-    let above = size as i32 / 2;
-    above - size as i32..above
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -215,17 +207,18 @@ mod tests {
             2,
             1,
         );
+        let embedding = layout.rotary_embedding([2, 2, 2]).unwrap();
         assert_eq!(
-            layout.positions(),
+            embedding.positions().as_chunks().0,
             [
-                [0, 0, 0],
-                [1, 1, 1],
-                [2, -1, -2],
-                [2, -1, -1],
-                [2, -1, 0],
-                [5, 5, 5],
-                [6, -1, -1],
-                [6, 0, -1],
+                [0.0, 0.0, 0.0],
+                [1.0, 1.0, 1.0],
+                [2.0, -1.0, -2.0],
+                [2.0, -1.0, -1.0],
+                [2.0, -1.0, 0.0],
+                [5.0, 5.0, 5.0],
+                [6.0, -1.0, -1.0],
+                [6.0, 0.0, -1.0],
             ]
         );
         assert_eq!(layout.timestep_rows(), [1, 1, 1, 1, 1, 1, 0, 0]);

@@ -9,7 +9,7 @@ use super::layout::{AttentionRun, Layout, Segment};
 use crate::config::{check, read_json};
 use crate::error::Result;
 use crate::nn::{Linear, RmsNorm};
-use crate::rope::{RotaryEmbedding, Rotation};
+use crate::rope::Rotation;
 
 /// Channels of the sinusoidal timestep embedding.
 const TIMESTEP_CHANNELS: usize = 256;
@@ -247,8 +247,7 @@ impl Transformer {
             gate_mlp: gate_mlp.tanh().rows(rows),
         };
 
-        let rope = RotaryEmbedding::new(&layout.positions(), self.config.axes_dims_rope, 10_000.0)
-            .in_graph(g);
+        let rope = Rotation::new(g, &layout.rotary_embedding(self.config.axes_dims_rope));
         let runs = Runs::new(g, layout);
         for block in &self.transformer_blocks {
             x = block.forward(x, &modulation, rope, &runs);
