@@ -25,6 +25,8 @@ SCRIPTS = {
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],
+    "rope": ["rope"],
+    "rope_formulas": ["rope_formulas"],
     "noise": ["noise"],
     "conversions": ["conversions"],
     "published": ["published"],

@@ -13,6 +13,8 @@ mod noise;
 mod placement;
 mod prompt;
 mod published;
+mod rope;
+mod rope_properties;
 mod schedule;
 mod text_encoder;
 mod tiny;
