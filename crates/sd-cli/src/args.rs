@@ -3,10 +3,10 @@
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::TensorTypes;
-use sd_models::PipelineBuilder;
+use sd_models::{Circular, PipelineBuilder};
 
 /// Pictures from a diffusion checkpoint.
 #[derive(Debug, Parser)]
@@ -100,6 +100,14 @@ pub(crate) struct Generate {
     )]
     pub(crate) seed: u64,
 
+    /// Sides that continue at the opposite one, so that the picture tiles without a seam.
+    #[arg(long, value_name = "SIDES")]
+    pub(crate) circular: Option<Sides>,
+
+    /// Decode the picture in overlapping squares of so many pixels, at least 64: less memory, more time.
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) vae_tile: Option<usize>,
+
     #[command(flatten)]
     pub(crate) resources: Resources,
 
@@ -117,6 +125,27 @@ pub(crate) struct Generate {
     /// Print one report in JSON on standard output: sizes, seconds per stage, bytes.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Sides of a picture that join.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Sides {
+    /// Left and right.
+    X,
+    /// Top and bottom.
+    Y,
+    /// All four.
+    Xy,
+}
+
+impl From<Sides> for Circular {
+    fn from(sides: Sides) -> Circular {
+        match sides {
+            Sides::X => Circular::X,
+            Sides::Y => Circular::Y,
+            Sides::Xy => Circular::XY,
+        }
+    }
 }
 
 /// Arguments of `sd plan`.

@@ -27,6 +27,8 @@ struct Report<'a> {
     steps: usize,
     guidance: f32,
     seed: u64,
+    circular: String,
+    vae_tile: Option<usize>,
     seconds: Seconds,
     bytes: Bytes,
 }
@@ -79,7 +81,12 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         Ok::<_, sd_models::Error>((condition, negative))
     })?;
 
-    let mut request = Request::new(&conditions.0).seed(arguments.seed);
+    let mut request = Request::new(&conditions.0)
+        .seed(arguments.seed)
+        .circular(arguments.circular.map(Into::into).unwrap_or_default());
+    if let Some(pixels) = arguments.vae_tile {
+        request = request.vae_tile(pixels);
+    }
     if let Some(negative) = &conditions.1 {
         request = request.negative(negative);
     }
@@ -116,6 +123,8 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         steps: made.steps,
         guidance: made.guidance,
         seed: made.seed,
+        circular: made.circular.to_string(),
+        vae_tile: made.vae_tile,
         seconds: Seconds {
             load: seconds(load),
             encode: seconds(encode),

@@ -206,7 +206,7 @@ impl Lowering<'_> {
                     self.whole(index)?.as_ptr(),
                 ),
                 (&Op::Conv2d { stride, padding }, &[x, kernel]) => {
-                    let (stride, padding) = (stride as i32, padding as i32);
+                    let (stride, padding) = (stride as i32, padding.map(|side| side as i32));
                     self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding)?
                 }
                 (&Op::UpscaleNearest { factor }, &[x]) => sys::ggml_upscale(
@@ -223,6 +223,21 @@ impl Lowering<'_> {
                     0,
                     0,
                 ),
+                (&Op::PadCircular { rows, columns }, &[x]) => {
+                    let (rows, columns) = (rows as i32, columns as i32);
+                    sys::ggml_pad_ext_circular(
+                        ctx,
+                        self.whole(x)?.as_ptr(),
+                        columns,
+                        columns,
+                        rows,
+                        rows,
+                        0,
+                        0,
+                        0,
+                        0,
+                    )
+                }
                 (Op::Cast, &[x]) => {
                     // A cast to the same type would be a view of nothing new; a copy keeps the rule that it is fresh.
                     sys::ggml_cast(ctx, self.whole(x)?.as_ptr(), node.dtype.to_ggml())
@@ -326,7 +341,7 @@ impl Lowering<'_> {
         kernel: RawTensor,
         x: RawTensor,
         stride: i32,
-        padding: i32,
+        [rows, columns]: [i32; 2],
     ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
         let ctx = self.arena.as_ptr();
         // SAFETY: shapes were checked when recorded, contiguity by the caller.
@@ -337,8 +352,8 @@ impl Lowering<'_> {
                 x.as_ptr(),
                 stride,
                 stride,
-                padding,
-                padding,
+                columns,
+                rows,
                 1,
                 1,
             );
@@ -352,8 +367,8 @@ impl Lowering<'_> {
                 x.as_ptr(),
                 stride,
                 stride,
-                padding,
-                padding,
+                columns,
+                rows,
                 1,
                 1,
                 true,

@@ -33,12 +33,14 @@ pub(crate) enum Op {
     Concat { axis: usize },
     /// Rows of a matrix by number.
     Rows,
-    /// Two-dimensional convolution with zeros around.
-    Conv2d { stride: usize, padding: usize },
+    /// Two-dimensional convolution with zeros around: rows above and below, columns left and right.
+    Conv2d { stride: usize, padding: [usize; 2] },
     /// Each pixel repeated.
     UpscaleNearest { factor: usize },
     /// Zeros behind the last row and column.
     PadEnd { rows: usize, columns: usize },
+    /// The other side's rows and columns around the two innermost dimensions.
+    PadCircular { rows: usize, columns: usize },
     /// Another element type.
     Cast,
 }

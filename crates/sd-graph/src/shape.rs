@@ -236,8 +236,8 @@ pub fn rows(table: Shape, index: Shape) -> Rule {
     Shape::new(&[index.elements(), table.inner()])
 }
 
-/// `x [n, in, h, w]`, `kernel [out, in, kh, kw] -> [n, out, h', w']` with zeros around.
-pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: usize) -> Rule {
+/// `x [n, in, h, w]`, `kernel [out, in, kh, kw] -> [n, out, h', w']` with `padding` rows and columns of zeros around.
+pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: [usize; 2]) -> Rule {
     if x.rank() != 4 || kernel.rank() != 4 {
         return Err("a convolution takes [n, in, h, w] and a kernel [out, in, kh, kw]".into());
     }
@@ -251,7 +251,7 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: usize) -> Rule {
     if stride == 0 {
         return Err("a stride of zero".into());
     }
-    let size = |input: usize, kernel: usize| -> Result<usize, Reason> {
+    let size = |input: usize, kernel: usize, padding: usize| -> Result<usize, Reason> {
         let padded = input.saturating_add(padding.saturating_mul(2));
         padded
             .checked_sub(kernel)
@@ -263,9 +263,24 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: usize) -> Rule {
     Shape::new(&[
         x.dims[0],
         kernel.dims[0],
-        size(x.dims[2], kernel.dims[2])?,
-        size(x.dims[3], kernel.dims[3])?,
+        size(x.dims[2], kernel.dims[2], padding[0])?,
+        size(x.dims[3], kernel.dims[3], padding[1])?,
     ])
+}
+
+/// `x [.., h, w] -> [.., h + 2 rows, w + 2 columns]`, where no more can be continued than there is.
+pub fn pad_circular(x: Shape, rows: usize, columns: usize) -> Rule {
+    let mut dims = x.dims().to_vec();
+    let [.., height, width] = dims.as_mut_slice() else {
+        return Err("padding takes two dimensions".into());
+    };
+    for (side, padding) in [(height, rows), (width, columns)] {
+        if padding > *side {
+            return Err(format!("{padding} elements cannot be continued from {side}").into());
+        }
+        *side = side.saturating_add(padding.saturating_mul(2));
+    }
+    Shape::new(&dims)
 }
 
 /// `x [.., h, w] -> [.., h * factor, w * factor]`.
@@ -415,16 +430,24 @@ mod tests {
     fn pictures_keep_count_of_borders() {
         let x = shape(&[1, 3, 5, 7]);
         assert_eq!(
-            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, 1)),
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [1, 1])),
             Some(vec![1, 8, 5, 7])
         );
         assert_eq!(
-            dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, 0)),
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [0, 1])),
+            Some(vec![1, 8, 3, 7])
+        );
+        assert_eq!(dims(pad_circular(x, 1, 2)), Some(vec![1, 3, 7, 11]));
+        assert_eq!(dims(pad_circular(x, 5, 7)), Some(vec![1, 3, 15, 21]));
+        assert_eq!(dims(pad_circular(x, 6, 0)), None);
+        assert_eq!(dims(pad_circular(shape(&[3]), 0, 1)), None);
+        assert_eq!(
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, [0, 0])),
             Some(vec![1, 8, 2, 3])
         );
-        assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, 1)), None);
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, 1)), None);
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, 1)), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, [1, 1])), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, [1, 1])), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, [1, 1])), None);
         assert_eq!(dims(upscale(x, 2)), Some(vec![1, 3, 10, 14]));
         assert_eq!(dims(upscale(x, 0)), None);
         assert_eq!(dims(upscale(x, usize::MAX)), None);

@@ -95,7 +95,7 @@ impl PipelineBuilder {
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
             tokens.max(1),
-            (height / scale, width / scale),
+            (height / scale, width / scale).into(),
             |_| 0,
         )?;
         Ok(MemoryPlan {
@@ -143,7 +143,7 @@ impl PipelineBuilder {
             &self.wishes,
             &mut backends,
             COMMON_PROMPT,
-            size,
+            size.into(),
             |_| 0,
         )?;
         // What does not fit now may still do for a smaller picture, unless not even the weights get in.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::qwen_image_2_1::SIZE_MULTIPLE;
+use crate::request::SMALLEST_TILE;
 
 /// Short for a [`std::result::Result`] with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -71,6 +72,9 @@ pub enum Error {
         /// Most pixels along a side.
         limit: usize,
     },
+    /// Tiles that are too small to be decoded by themselves.
+    #[error("tiles of {0} pixels are too small: at least {SMALLEST_TILE} are needed")]
+    Tile(usize),
     /// A number of steps that no schedule has.
     #[error("{0} steps: at least 1 and at most 1000 are possible")]
     Steps(usize),

@@ -14,6 +14,7 @@ mod request;
 pub mod rope;
 mod schedule;
 mod seating;
+mod tiling;
 
 pub use builder::PipelineBuilder;
 pub use error::{Error, Result};
@@ -22,5 +23,6 @@ pub use model_index::ModelIndex;
 pub use pipeline::Pipeline;
 pub use qwen_image_2_1::Condition;
 pub use request::{Defaults, GenerateReport, Request};
+pub use rope::Circular;
 pub use schedule::{FlowMatchEuler, Schedule, TimeShift};
 pub use seating::{DeviceNeed, MemoryPlan};

@@ -2,6 +2,8 @@
 
 use sd_graph::{Param, Role, Scope, Tensor};
 
+use crate::rope::Circular;
+
 /// `y = x W^T + b`, `x [.., in] -> [.., out]`. One layer serves every weight type, since the type comes from the file.
 #[derive(Debug, Clone)]
 pub struct Linear {
@@ -59,7 +61,7 @@ impl RmsNorm {
     }
 }
 
-/// Convolution over `[n, in, h, w]` with zeros around and a bias.
+/// Convolution over `[n, in, h, w]` with a bias, and zeros or the other side's pixels around.
 #[derive(Debug, Clone)]
 pub struct Conv2d {
     weight: Param,
@@ -79,11 +81,18 @@ impl Conv2d {
         }
     }
 
-    /// Applies the layer.
+    /// Applies the layer, continuing `x` at its other side along the axes that `circular` names and with zeros elsewhere.
     #[track_caller]
-    pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    pub fn forward<'g>(&self, x: Tensor<'g>, circular: Circular) -> Tensor<'g> {
         let g = x.graph();
-        x.conv2d(g.param(&self.weight), 1, self.padding)
+        let (zeros, wrapped) = if self.padding == 0 || !circular.any() {
+            ([self.padding; 2], x)
+        } else {
+            let share = |wraps: bool| if wraps { self.padding } else { 0 };
+            let wrapped = x.pad_circular(share(circular.y), share(circular.x));
+            ([share(!circular.y), share(!circular.x)], wrapped)
+        };
+        wrapped.conv2d_padded(g.param(&self.weight), 1, zeros)
             + g.param(&self.bias).reshape([self.channels, 1, 1])
     }
 }

@@ -13,8 +13,10 @@ use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
 use crate::noise;
-use crate::qwen_image_2_1::{Condition, IN_ORDER, QwenImage21};
-use crate::request::{Defaults, GenerateReport, LARGEST_SIDE, Request, describe, rounded};
+use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, QwenImage21};
+use crate::request::{
+    Defaults, GenerateReport, LARGEST_SIDE, Request, SMALLEST_TILE, describe, rounded,
+};
 use crate::schedule::Schedule;
 use crate::seating::{Backends, DeviceNeed, Seating, Wishes};
 
@@ -88,8 +90,8 @@ impl Pipeline {
     /// Makes a picture.
     ///
     /// # Errors
-    /// [`Error::Size`], [`Error::Steps`], [`Error::Guidance`], [`Error::NotFinite`], or the engine's. Afterwards the
-    /// pipeline can be used again.
+    /// [`Error::Size`], [`Error::Tile`], [`Error::Steps`], [`Error::Guidance`], [`Error::NotFinite`], or the engine's.
+    /// Afterwards the pipeline can be used again.
     pub fn generate(
         &mut self,
         request: &Request<'_>,
@@ -97,15 +99,17 @@ impl Pipeline {
     ) -> Result<(Image, GenerateReport)> {
         let plan = self.resolve(request)?;
         let scale = self.model.scale_factor();
-        let size = (plan.height / scale, plan.width / scale);
-        let schedule = self.model.schedule(plan.steps, size.0 * size.1)?;
+        let canvas = Canvas::from((plan.height / scale, plan.width / scale))
+            .circular(plan.circular)
+            .tile(plan.vae_tile.map(|tile| tile / scale));
+        let schedule = self.model.schedule(plan.steps, canvas.tokens())?;
         let negative = if plan.guidance > 1.0 {
             Some(self.negative(request)?)
         } else {
             None
         };
         // A picture that cannot be decoded is refused before minutes go into its latents.
-        self.make_room(request, negative.as_ref(), size, progress)?;
+        self.make_room(request, negative.as_ref(), canvas, progress)?;
 
         let started = Instant::now();
         let latents = self.with_retry(Component::Diffusion, |pipeline| {
@@ -118,7 +122,7 @@ impl Pipeline {
                         model,
                         backend,
                         cancel,
-                        size,
+                        canvas,
                     };
                     run.denoise(
                         request.condition,
@@ -139,7 +143,7 @@ impl Pipeline {
                 progress,
                 |model, backend, cancel, progress| {
                     progress.report(&Progress::Stage("decode"));
-                    model.decode(backend, &latents, size, cancel)
+                    model.decode(backend, &latents, canvas, cancel)
                 },
             )
         })?;
@@ -211,7 +215,7 @@ impl Pipeline {
         &mut self,
         request: &Request<'_>,
         negative: Option<&Condition>,
-        size: (usize, usize),
+        canvas: Canvas,
         progress: &mut dyn Reporter,
     ) -> Result<()> {
         let tokens = request
@@ -234,7 +238,7 @@ impl Pipeline {
             &self.wishes,
             &mut self.backends,
             tokens,
-            size,
+            canvas,
             held,
         )?;
         seating.check(self.backends.ledger())?;
@@ -341,12 +345,19 @@ impl Pipeline {
         if !(guidance.is_finite() && guidance >= 1.0) {
             return Err(Error::Guidance(guidance));
         }
+        let multiple = self.model.scale_factor();
+        let vae_tile = request.vae_tile.map(|tile| tile / multiple * multiple);
+        if let Some(tile) = request.vae_tile.filter(|&tile| tile < SMALLEST_TILE) {
+            return Err(Error::Tile(tile));
+        }
         Ok(GenerateReport {
             width,
             height,
             steps,
             guidance,
             seed: request.seed,
+            circular: request.circular,
+            vae_tile,
             denoise: Duration::ZERO,
             decode: Duration::ZERO,
             weight_bytes: 0,
@@ -372,8 +383,7 @@ struct Denoising<'r> {
     model: &'r mut QwenImage21,
     backend: &'r mut Backend,
     cancel: &'r Cancel,
-    /// Height and width in latents.
-    size: (usize, usize),
+    canvas: Canvas,
 }
 
 impl Denoising<'_> {
@@ -386,8 +396,11 @@ impl Denoising<'_> {
         schedule: &Schedule,
         progress: &mut dyn Reporter,
     ) -> Result<Vec<f32>> {
-        let tokens = self.size.0 * self.size.1;
-        let mut latents = starting_latents(plan.seed, tokens, self.model.latent_channels());
+        let mut latents = starting_latents(
+            plan.seed,
+            self.canvas.tokens(),
+            self.model.latent_channels(),
+        );
         for step in 0..schedule.steps() {
             self.cancel.check().map_err(sd_graph::Error::from)?;
             let timestep = schedule.timestep(step) / 1000.0;
@@ -396,7 +409,7 @@ impl Denoising<'_> {
                     self.backend,
                     condition,
                     &latents,
-                    self.size,
+                    self.canvas,
                     timestep,
                     self.cancel,
                 )

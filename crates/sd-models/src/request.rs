@@ -7,9 +7,13 @@ use serde::Deserialize;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::qwen_image_2_1::{Condition, SIZE_MULTIPLE};
+use crate::rope::Circular;
 
 /// Most pixels along a side: where rotary tables of the reference end.
 pub(crate) const LARGEST_SIDE: usize = 16_384;
+
+/// Least pixels along a side of what is decoded at once: below, a tile is hardly more than what its neighbours share.
+pub(crate) const SMALLEST_TILE: usize = 64;
 
 /// What a checkpoint's author recommends, from the optional file `sd-defaults.json` beside `model_index.json`; where it
 /// is silent, the reference pipeline's own defaults.
@@ -47,6 +51,8 @@ pub struct Request<'c> {
     pub(crate) steps: Option<usize>,
     pub(crate) guidance: Option<f32>,
     pub(crate) seed: u64,
+    pub(crate) circular: Circular,
+    pub(crate) vae_tile: Option<usize>,
 }
 
 /// What making a picture took.
@@ -63,6 +69,10 @@ pub struct GenerateReport {
     pub guidance: f32,
     /// Seed of the starting noise.
     pub seed: u64,
+    /// Sides that join.
+    pub circular: Circular,
+    /// Pixels along a side of what was decoded at once, after rounding down to the model's multiple; none if all was.
+    pub vae_tile: Option<usize>,
     /// Time for the transformer's calls, the building of their plans included.
     pub denoise: Duration,
     /// Time for the decoder, the building of its plan included.
@@ -84,6 +94,8 @@ impl<'c> Request<'c> {
             steps: None,
             guidance: None,
             seed: 0,
+            circular: Circular::NONE,
+            vae_tile: None,
         }
     }
 
@@ -108,6 +120,21 @@ impl<'c> Request<'c> {
     /// Classifier-free guidance: how far to go beyond the condition, away from the negative. 1 is none.
     pub fn guidance(mut self, guidance: f32) -> Self {
         self.guidance = Some(guidance);
+        self
+    }
+
+    /// Joins sides of the picture: laid beside itself it shows no seam there. Nothing else is asked of the prompt; the
+    /// model itself sees the picture as continued.
+    pub fn circular(mut self, circular: Circular) -> Self {
+        self.circular = circular;
+        self
+    }
+
+    /// Decodes the picture in overlapping squares of so many pixels, rounded down to the model's multiple, at least 64.
+    /// Takes less memory and more time, and changes the picture a little. A square as large as the picture is the whole
+    /// picture.
+    pub fn vae_tile(mut self, pixels: usize) -> Self {
+        self.vae_tile = Some(pixels);
         self
     }
 
@@ -151,6 +178,9 @@ pub(crate) fn describe(image: &mut Image, request: &Request<'_>, report: &Genera
         "\nSteps: {}, Sampler: Euler, CFG scale: {}, Seed: {}, Size: {}x{}, Model: Qwen-Image 2.1",
         report.steps, report.guidance, report.seed, report.width, report.height
     ));
+    if report.circular.any() {
+        parameters.push_str(&format!(", Circular: {}", report.circular));
+    }
     image.add_text("parameters", parameters);
     image.add_text("Software", concat!("sd ", env!("CARGO_PKG_VERSION")));
 }

@@ -7,7 +7,7 @@ use sd_backend::{
 use sd_graph::{Estimate, Fallback};
 
 use crate::error::{Error, Result};
-use crate::qwen_image_2_1::{IN_ORDER, QwenImage21};
+use crate::qwen_image_2_1::{Canvas, IN_ORDER, QwenImage21};
 
 /// What a picture needs, found without loading anything.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,7 +108,7 @@ pub(crate) struct Seating {
 }
 
 impl Seating {
-    /// Finds places for the parts of `model`, for a picture of `size` latents with `tokens` of text.
+    /// Finds places for the parts of `model`, for a picture of `canvas` with `tokens` of text.
     ///
     /// `held` says how much of a device's memory is held already by the pipeline that asks and would be given back.
     pub(crate) fn find(
@@ -116,7 +116,7 @@ impl Seating {
         wishes: &Wishes,
         backends: &mut Backends,
         tokens: usize,
-        size: (usize, usize),
+        canvas: Canvas,
         held: impl Fn(Device) -> u64,
     ) -> Result<Seating> {
         let mut runs = Vec::with_capacity(IN_ORDER.len());
@@ -124,7 +124,7 @@ impl Seating {
             let wish = wishes.placement.of(component);
             let choice = wish.device.as_ref().unwrap_or(&wishes.device);
             let backend = backends.on(choice.resolve()?)?;
-            let estimate = model.estimate(component, backend, tokens, size)?;
+            let estimate = model.estimate(component, backend, tokens, canvas)?;
             runs.push((backend.device(), estimate));
         }
         let find = |mapping| {

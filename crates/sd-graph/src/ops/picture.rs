@@ -13,12 +13,23 @@ impl<'g> Tensor<'g> {
     /// Convolution with a kernel `[out, in, kh, kw]` in F32 or F16, zeros around.
     #[track_caller]
     pub fn conv2d(self, kernel: Tensor<'g>, stride: usize, padding: usize) -> Tensor<'g> {
+        self.conv2d_padded(kernel, stride, [padding, padding])
+    }
+
+    /// Convolution as [`Tensor::conv2d`], with `padding` rows of zeros above and below and columns left and right.
+    #[track_caller]
+    pub fn conv2d_padded(
+        self,
+        kernel: Tensor<'g>,
+        stride: usize,
+        padding: [usize; 2],
+    ) -> Tensor<'g> {
         let rule = expect(self, "the picture", DType::F32).and_then(|()| {
             if !matches!(kernel.dtype(), DType::F32 | DType::F16) {
                 return Err(format!("a kernel cannot be {}", kernel.dtype()).into());
             }
             let small = |value: usize| i32::try_from(value).is_ok();
-            if !small(stride) || !small(padding) {
+            if !small(stride) || !padding.into_iter().all(small) {
                 return Err("stride or padding is beyond all pictures".into());
             }
             shape::conv2d(self.shape(), kernel.shape(), stride, padding)
@@ -42,6 +53,22 @@ impl<'g> Tensor<'g> {
         self.graph().record(
             "upscale_nearest",
             Op::UpscaleNearest { factor },
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
+    }
+
+    /// Continues the two innermost dimensions at their other side, by `rows` above and below and `columns` left and right.
+    #[track_caller]
+    pub fn pad_circular(self, rows: usize, columns: usize) -> Tensor<'g> {
+        let rule = expect(self, "the picture", DType::F32)
+            .and_then(|()| shape::pad_circular(self.shape(), rows, columns));
+        let op = Op::PadCircular { rows, columns };
+        self.graph().record(
+            "pad_circular",
+            op,
             &[self],
             DType::F32,
             rule,

@@ -371,7 +371,7 @@ fn pictures() {
     let x = random(&[1, 3, 6, 7], 25);
     for (kernel, stride, padding) in [(3, 1, 1), (1, 1, 0), (3, 2, 0), (2, 2, 1)] {
         let kernel = random(&[5, 3, kernel, kernel], 26);
-        let expected = reference::conv2d(&x, &kernel, stride, padding);
+        let expected = reference::conv2d(&x, &kernel, stride, [padding; 2]);
         check("conv2d", &[&x, &kernel], &expected, |_, t| {
             t[0].conv2d(t[1], stride, padding)
         });
@@ -388,9 +388,44 @@ fn pictures() {
     check(
         "conv2d of two",
         &[&batch, &kernel],
-        &reference::conv2d(&batch, &kernel, 1, 1),
+        &reference::conv2d(&batch, &kernel, 1, [1, 1]),
         |_, t| t[0].conv2d(t[1], 1, 1),
     );
+    for padding in [[1, 0], [0, 2]] {
+        let expected = reference::conv2d(&batch, &kernel, 1, padding);
+        check("conv2d by axis", &[&batch, &kernel], &expected, |_, t| {
+            t[0].conv2d_padded(t[1], 1, padding)
+        });
+    }
+    // Wrapped around, up to the whole picture on either side; one row or column is its own neighbour.
+    for (dims, rows, columns) in [
+        ([2, 3, 5, 4], 1, 1),
+        ([1, 2, 5, 4], 0, 4),
+        ([1, 2, 5, 4], 5, 0),
+        ([1, 1, 1, 3], 1, 2),
+        ([1, 1, 3, 1], 0, 1),
+    ] {
+        let x = random(&dims, 29);
+        let wrapped = Array::from_fn(
+            &[dims[0], dims[1], dims[2] + 2 * rows, dims[3] + 2 * columns],
+            |at| {
+                let wrap =
+                    |index: usize, padding: usize, side: usize| (index + side - padding) % side;
+                let row = wrap(at[2], rows, dims[2]);
+                x.at(&[at[0], at[1], row, wrap(at[3], columns, dims[3])])
+            },
+        );
+        check("pad_circular", &[&x], &wrapped, |_, t| {
+            t[0].pad_circular(rows, columns)
+        });
+    }
+    let turned = x.permute(&[0, 1, 3, 2]);
+    let wrapped = Array::from_fn(&[1, 3, 9, 6], |at| {
+        turned.at(&[at[0], at[1], (at[2] + 6) % 7, at[3]])
+    });
+    check("pad_circular of a view", &[&x], &wrapped, |_, t| {
+        t[0].transpose(2, 3).pad_circular(1, 0)
+    });
 
     let doubled = Array::from_fn(&[1, 3, 12, 14], |at| {
         x.at(&[at[0], at[1], at[2] / 2, at[3] / 2])

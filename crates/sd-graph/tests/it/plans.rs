@@ -88,6 +88,13 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
             g.input::<f32>("vast", [1 << 40, 1 << 40])
         }),
         ("beyond all pictures", |_, x, _| x.pad_end(usize::MAX, 0)),
+        ("cannot be continued", |_, x, _| x.pad_circular(3, 0)),
+        ("padding takes two dimensions", |_, _, y| {
+            y.pad_circular(0, 1)
+        }),
+        ("said by a model", |g, _, _| {
+            g.mistake("rotary embedding", "said by a model")
+        }),
         ("more elements than memory", |_, x, _| {
             x.upscale_nearest(usize::MAX)
         }),

@@ -170,24 +170,25 @@ pub(crate) fn attention(
     result
 }
 
-pub(crate) fn conv2d(x: &Array, kernel: &Array, stride: usize, padding: usize) -> Array {
+pub(crate) fn conv2d(x: &Array, kernel: &Array, stride: usize, padding: [usize; 2]) -> Array {
+    let [rows, columns] = padding;
     let [n, input, h, w] = x.dims[..] else {
         panic!()
     };
     let [output, _, kh, kw] = kernel.dims[..] else {
         panic!()
     };
-    let size = |input: usize, kernel: usize| (input + 2 * padding - kernel) / stride + 1;
-    Array::from_fn(&[n, output, size(h, kh), size(w, kw)], |index| {
+    let size =
+        |input: usize, kernel: usize, padding: usize| (input + 2 * padding - kernel) / stride + 1;
+    let dims = [n, output, size(h, kh, rows), size(w, kw, columns)];
+    Array::from_fn(&dims, |index| {
         let mut sum = 0.0;
         for c in 0..input {
             for y in 0..kh {
                 for x_offset in 0..kw {
                     let (row, column) = (index[2] * stride + y, index[3] * stride + x_offset);
-                    if (padding..h + padding).contains(&row)
-                        && (padding..w + padding).contains(&column)
-                    {
-                        sum += x.at(&[index[0], c, row - padding, column - padding])
+                    if (rows..h + rows).contains(&row) && (columns..w + columns).contains(&column) {
+                        sum += x.at(&[index[0], c, row - rows, column - columns])
                             * kernel.at(&[index[1], c, y, x_offset]);
                     }
                 }

@@ -5,12 +5,14 @@
 //! [`transformer_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_qwenimage21.py) and
 //! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
 
+mod canvas;
 mod layout;
 mod model;
 mod prompt;
 mod transformer;
 mod vae;
 
+pub use canvas::Canvas;
 pub use layout::{AttentionRun, Layout, Segment};
 pub use model::{Condition, IN_ORDER, QwenImage21};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};

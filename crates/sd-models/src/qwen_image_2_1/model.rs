@@ -9,6 +9,7 @@ use sd_graph::{
 };
 use serde::Deserialize;
 
+use super::canvas::{Canvas, Piece};
 use super::layout::Layout;
 use super::prompt::PromptTokenizer;
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
@@ -17,6 +18,7 @@ use crate::config::read_json;
 use crate::error::{Error, Result};
 use crate::qwen3_vl::{self, TextModel};
 use crate::schedule::{FlowMatchEuler, Schedule};
+use crate::tiling::Mosaic;
 
 /// What of `model_index.json` bears on sampling.
 #[derive(Debug, Deserialize)]
@@ -71,7 +73,7 @@ pub struct QwenImage21 {
     vae: Part<VaeDecoder>,
     text_plans: PlanCache<usize>,
     transformer_plans: PlanCache<Layout>,
-    vae_plans: PlanCache<(usize, usize)>,
+    vae_plans: PlanCache<Piece>,
 }
 
 /// An encoded prompt. May be kept and used for any number of pictures.
@@ -262,8 +264,8 @@ impl QwenImage21 {
         })
     }
 
-    /// The velocity `[height * width, channels]` that the transformer predicts for latents of that shape at `timestep`
-    /// (from 0 to 1) under `condition`.
+    /// The velocity `[height * width, channels]` that the transformer predicts for latents of `canvas` at `timestep` (from
+    /// 0 to 1) under `condition`.
     ///
     /// # Errors
     /// The engine's.
@@ -272,11 +274,11 @@ impl QwenImage21 {
         backend: &mut Backend,
         condition: &Condition,
         latents: &[f32],
-        (height, width): (usize, usize),
+        canvas: impl Into<Canvas>,
         timestep: f32,
         cancel: &Cancel,
     ) -> Result<Vec<f32>> {
-        let layout = Layout::text_to_image(condition.tokens, height, width);
+        let layout = layout_of(condition.tokens, canvas.into());
         let module = &self.transformer.module;
         let plan = self
             .transformer_plans
@@ -293,8 +295,7 @@ impl QwenImage21 {
         Ok(plan.read("velocity")?)
     }
 
-    /// The picture `[channels, height, width]`, values from -1 to 1, of latents `[height * width, z]` of
-    /// `height x width` latent pixels.
+    /// The picture `[channels, height, width]`, values from -1 to 1, of latents `[height * width, z]` of `canvas`.
     ///
     /// # Errors
     /// The engine's.
@@ -302,11 +303,53 @@ impl QwenImage21 {
         &mut self,
         backend: &mut Backend,
         latents: &[f32],
-        (height, width): (usize, usize),
+        canvas: impl Into<Canvas>,
         cancel: &Cancel,
     ) -> Result<Vec<f32>> {
+        let canvas = canvas.into();
+        let z = self.denormalized(latents, canvas.tokens());
+        let (module, piece) = (&self.vae.module, canvas.piece());
         let channels = self.vae_config.z_dim;
-        let pixels = height * width;
+        let plan = self.vae_plans.get_or_build(piece, backend, |g| {
+            decoder_graph(g, module, channels, piece);
+        })?;
+        let mut run = |z: &[f32]| -> Result<Vec<f32>> {
+            plan.set("z", z)?;
+            plan.run(backend, cancel)?;
+            Ok(plan.read::<f32>("picture")?)
+        };
+
+        let (rows, columns) = canvas.tiles();
+        let mut picture = if rows.is_whole() && columns.is_whole() {
+            run(&z)?
+        } else {
+            let scale = self.vae_config.scale_factor();
+            let (down, along) = (rows.scaled(scale), columns.scaled(scale));
+            let mut mosaic = Mosaic::new(self.vae_config.out_channels, down, along);
+            for &row in &rows.starts {
+                for &column in &columns.starts {
+                    let tile: Vec<f32> = z
+                        .chunks_exact(canvas.tokens())
+                        .flat_map(|plane| rows.elements(row).map(move |y| (plane, y)))
+                        .flat_map(|(plane, y)| {
+                            let line = &plane[y * canvas.width..];
+                            columns.elements(column).map(move |x| line[x])
+                        })
+                        .collect();
+                    mosaic.add((row * scale, column * scale), &run(&tile)?);
+                }
+            }
+            mosaic.finish()
+        };
+        for value in &mut picture {
+            *value = value.clamp(-1.0, 1.0);
+        }
+        Ok(picture)
+    }
+
+    /// Latents `[pixels, z]` with their means and deviations back, `[z, pixels]`.
+    fn denormalized(&self, latents: &[f32], pixels: usize) -> Vec<f32> {
+        let channels = self.vae_config.z_dim;
         let mut z = vec![0.0; latents.len()];
         for (channel, plane) in z.chunks_exact_mut(pixels).enumerate() {
             let (mean, std) = (
@@ -317,20 +360,10 @@ impl QwenImage21 {
                 *value = token[channel] * std + mean;
             }
         }
-        let module = &self.vae.module;
-        let plan = self.vae_plans.get_or_build((height, width), backend, |g| {
-            decoder_graph(g, module, [1, channels, height, width]);
-        })?;
-        plan.set("z", &z)?;
-        plan.run(backend, cancel)?;
-        let mut picture = plan.read::<f32>("picture")?;
-        for value in &mut picture {
-            *value = value.clamp(-1.0, 1.0);
-        }
-        Ok(picture)
+        z
     }
 
-    /// What one part needs for a `height x width` latent with `tokens` of text, without allocating anything.
+    /// What one part needs for latents of `canvas` with `tokens` of text, without allocating anything.
     ///
     /// # Errors
     /// The engine's.
@@ -339,11 +372,12 @@ impl QwenImage21 {
         component: Component,
         backend: &Backend,
         tokens: usize,
-        (height, width): (usize, usize),
+        canvas: impl Into<Canvas>,
     ) -> Result<Estimate> {
+        let canvas = canvas.into();
         Ok(match component {
             Component::Diffusion => {
-                let layout = Layout::text_to_image(tokens, height, width);
+                let layout = layout_of(tokens, canvas);
                 Estimate::of(backend, |g| {
                     transformer_graph(g, &self.transformer.module, &layout);
                 })?
@@ -354,10 +388,9 @@ impl QwenImage21 {
                     text_graph(g, &self.text_encoder.module, text_tokens);
                 })?
             }
-            Component::Vae => {
-                let z = [1, self.vae_config.z_dim, height, width];
-                Estimate::of(backend, |g| decoder_graph(g, &self.vae.module, z))?
-            }
+            Component::Vae => Estimate::of(backend, |g| {
+                decoder_graph(g, &self.vae.module, self.vae_config.z_dim, canvas.piece());
+            })?,
         })
     }
 
@@ -397,8 +430,13 @@ fn text_graph(g: Graph<'_>, module: &TextModel, tokens: usize) {
     g.output("hidden", module.forward(g, ids));
 }
 
-fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, z: [usize; 4]) {
-    g.output("picture", module.forward(g.input::<f32>("z", z)));
+fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, channels: usize, piece: Piece) {
+    let z = g.input::<f32>("z", [1, channels, piece.height, piece.width]);
+    g.output("picture", module.forward(z, piece.circular));
+}
+
+fn layout_of(tokens: usize, canvas: Canvas) -> Layout {
+    Layout::text_to_image(tokens, canvas.height, canvas.width).circular(canvas.circular)
 }
 
 fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout) {

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use crate::config::{check, read_json};
 use crate::error::Result;
 use crate::nn::Conv2d;
+use crate::rope::Circular;
 
 /// `vae/config.json`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -222,16 +223,19 @@ impl VaeDecoder {
     }
 
     /// The picture `[1, 4, height, width]` of a latent `[1, z, height / scale, width / scale]` that has its mean and
-    /// deviation back. Values are meant to lie in -1..1 but are not clamped here.
-    pub fn forward<'g>(&self, z: Tensor<'g>) -> Tensor<'g> {
-        let mut x = self.conv_in.forward(self.post_quant_conv.forward(z));
-        x = self.mid_resnets[0].forward(x);
-        x = self.mid_attention.forward(x);
-        x = self.mid_resnets[1].forward(x);
+    /// deviation back, whose sides join along the axes of `circular`. Values are meant to lie in -1..1 but are not clamped
+    /// here.
+    pub fn forward<'g>(&self, z: Tensor<'g>, circular: Circular) -> Tensor<'g> {
+        let x = self.post_quant_conv.forward(z, circular);
+        let mut x = self.conv_in.forward(x, circular);
+        x = self.mid_resnets[0].forward(x, circular);
+        x = self.mid_attention.forward(x, circular);
+        x = self.mid_resnets[1].forward(x, circular);
         for block in &self.up_blocks {
-            x = block.forward(x);
+            x = block.forward(x, circular);
         }
-        self.conv_out.forward(self.norm_out.forward_silu(x))
+        self.conv_out
+            .forward(self.norm_out.forward_silu(x), circular)
     }
 }
 
@@ -270,13 +274,13 @@ impl ResidualBlock {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, x: Tensor<'g>, circular: Circular) -> Tensor<'g> {
         let shortcut = self
             .conv_shortcut
             .as_ref()
-            .map_or(x, |conv| conv.forward(x));
-        let x = self.conv1.forward(self.norm1.forward_silu(x));
-        let x = self.conv2.forward(self.norm2.forward_silu(x));
+            .map_or(x, |conv| conv.forward(x, circular));
+        let x = self.conv1.forward(self.norm1.forward_silu(x), circular);
+        let x = self.conv2.forward(self.norm2.forward_silu(x), circular);
         x + shortcut
     }
 }
@@ -296,12 +300,12 @@ impl AttentionBlock {
     }
 
     /// One head over all pixels of the picture.
-    fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, x: Tensor<'g>, circular: Circular) -> Tensor<'g> {
         let (channels, height, width) = (x.dim(1), x.dim(2), x.dim(3));
         let pixels = height * width;
         let qkv = self
             .to_qkv
-            .forward(self.norm.forward(x))
+            .forward(self.norm.forward(x), circular)
             .reshape([3, channels, pixels]);
         let [q, k, v] = qkv.chunk(0).map(|part| part.transpose(1, 2));
         let mixed = q.attention(k, v, None, 1.0 / (channels as f32).sqrt());
@@ -309,7 +313,7 @@ impl AttentionBlock {
             .reshape([pixels, channels])
             .transpose(0, 1)
             .reshape([1, channels, height, width]);
-        self.proj.forward(mixed) + x
+        self.proj.forward(mixed, circular) + x
     }
 }
 
@@ -334,13 +338,15 @@ impl UpBlock {
         UpBlock { resnets, up }
     }
 
-    fn forward<'g>(&self, input: Tensor<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, input: Tensor<'g>, circular: Circular) -> Tensor<'g> {
         let x = self
             .resnets
             .iter()
-            .fold(input, |x, resnet| resnet.forward(x));
+            .fold(input, |x, resnet| resnet.forward(x, circular));
         match &self.up {
-            Some((conv, shortcut)) => conv.forward(x.upscale_nearest(2)) + shortcut.forward(input),
+            Some((conv, shortcut)) => {
+                conv.forward(x.upscale_nearest(2), circular) + shortcut.forward(input)
+            }
             None => x,
         }
     }

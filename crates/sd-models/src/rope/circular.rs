@@ -29,6 +29,17 @@ impl Circular {
     }
 }
 
+impl std::fmt::Display for Circular {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match (self.x, self.y) {
+            (false, false) => "none",
+            (true, false) => "x",
+            (false, true) => "y",
+            (true, true) => "xy",
+        })
+    }
+}
+
 /// The frequency nearest to `omega` that makes a whole number of turns in `period` units, halves away from zero; none at
 /// all where `omega` makes less than half a turn.
 pub(crate) fn harmonic(omega: f64, period: f64) -> f64 {

@@ -2,6 +2,7 @@
 
 use sd_backend::{Backend, BackendOptions, Device};
 use sd_graph::{Checkpoint, Declarations, Estimate, LoadOptions, Scope, StoredType};
+use sd_models::Circular;
 use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, VaeDecoder};
 use sd_models::qwen3_vl::{self, TextModel};
 
@@ -78,7 +79,7 @@ fn the_decoder_plans_a_picture_of_1024() {
     assert!(params.len() < 238);
     let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
     let estimate = Estimate::of(&backend, |g| {
-        let picture = decoder.forward(g.input::<f32>("z", [1, 64, 64, 64]));
+        let picture = decoder.forward(g.input::<f32>("z", [1, 64, 64, 64]), Circular::NONE);
         assert_eq!(picture.shape().dims(), [1, 4, 1024, 1024]);
         g.output("picture", picture);
     })
