@@ -104,8 +104,7 @@ write("index", "none", "{}")
 # Conversion: stored type, type in memory, shift, data. Types are counted as the enumerations do.
 numbers = struct.pack("<64f", *[(at - 30) / 7 for at in range(64)])
 for stored in range(22):
-    for memory in range(3):
-        write("convert", f"plain-{stored}-{memory}", bytes([stored, memory, stored % 4]) + numbers[:32])
+    write("convert", f"plain-{stored}", bytes([stored, 0, stored % 4]) + numbers[:32])
 sizes = [18, 18, 18, 20, 22, 24, 34, 36, 84, 110, 144, 176, 210, 292, 66, 74, 82, 98, 110, 50, 56, 18, 136, 54, 66, 17, 36]
 for number, size in enumerate(sizes):
     write("convert", f"blocks-{number}", bytes([22 + number, 0, 0]) + bytes(at * 37 % 256 for at in range(size)))
@@ -127,4 +126,7 @@ files = ["model_index.json", "sd-defaults.json", "scheduler/scheduler_config.jso
 for number, name in enumerate(files):
     # Short lines are changed faster than long ones.
     value = json.loads((tiny / name).read_text())
-    write("config", name.replace("/", "-"), bytes([number]) + json.dumps(value, separators=(",", ":")).encode())
+    value = json.dumps(value, separators=(",", ":")).encode()
+    write("config", name.replace("/", "-"), bytes([number]) + value)
+    # 132 is a multiple of their number: the same file, and a plan.
+    write("config", "plan-" + name.replace("/", "-"), bytes([132 + number]) + value)
