@@ -73,8 +73,8 @@ impl Tiles {
         }
     }
 
-    /// How much each element of the tile from `start` counts: fully inside, less towards a neighbour. Ends of a side that
-    /// does not join count fully.
+    /// How much each element of the tile from `start` counts: fully inside, less towards a neighbour, and hardly at all where
+    /// the tile ends, since there it saw nothing beyond. Ends of a side that does not join count fully.
     fn weights(&self, start: usize) -> Vec<f32> {
         let rises = self.joins || start > 0;
         let falls = self.joins || start + self.length < self.side;
@@ -87,7 +87,8 @@ impl Tiles {
                 } else {
                     1.0
                 };
-                left.min(right).min(1.0)
+                let share = left.min(right).min(1.0);
+                share * share * (3.0 - 2.0 * share)
             })
             .collect()
     }
@@ -210,12 +211,18 @@ mod tests {
     fn neighbours_fade_into_each_other_and_ends_do_not() {
         let tiles = Tiles::new(6, Some(4), false).scaled(2);
         assert_eq!((tiles.starts.clone(), tiles.ramp), (vec![0, 4], 2));
-        assert_eq!(tiles.weights(0), [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.25]);
-        assert_eq!(tiles.weights(4), [0.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
+        assert_eq!(
+            tiles.weights(0),
+            [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.84375, 0.15625]
+        );
+        assert_eq!(
+            tiles.weights(4),
+            [0.15625, 0.84375, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        );
         let around = Tiles::new(6, Some(4), true).scaled(2);
         assert_eq!(
             around.weights(0),
-            [0.25, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.25]
+            [0.15625, 0.84375, 1.0, 1.0, 1.0, 1.0, 0.84375, 0.15625]
         );
     }
 }

@@ -16,6 +16,7 @@ mod published;
 mod rope;
 mod rope_properties;
 mod schedule;
+mod seamless;
 mod text_encoder;
 mod tiny;
 mod transformer;
