@@ -50,6 +50,7 @@ pub use error::{Error, Result};
 pub use graph::{Element, Graph, GraphError, Tensor};
 pub use load::{LoadReport, load, unload};
 pub use load_plan::{LoadCost, LoadPlan};
+pub use op::Pairing;
 pub use param::Param;
 pub use plan::{Estimate, Plan};
 pub use run::{Cancel, Progress, Reporter};

@@ -8,7 +8,7 @@ use sd_backend::{Backend, DeviceKind};
 use sd_ggml_sys as sys;
 
 use crate::graph::{Node, Recording};
-use crate::op::{Binary, Norm, Op, Unary};
+use crate::op::{Binary, Norm, Op, Pairing, Unary};
 use crate::raw::{Arena, ArenaFull, RawTensor};
 
 /// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
@@ -237,6 +237,36 @@ impl Lowering<'_> {
                         0,
                         0,
                     )
+                }
+                (
+                    &Op::TurnPairs {
+                        pairing,
+                        first,
+                        pairs,
+                    },
+                    &[x, positions, divisors],
+                ) => {
+                    let mode = match pairing {
+                        Pairing::Neighbours => sys::GGML_ROPE_TYPE_NORMAL,
+                        Pairing::Halves => sys::GGML_ROPE_TYPE_NEOX,
+                    };
+                    // Base 1 leaves all frequencies to the divisors; without extension the betas are not read.
+                    let turned = sys::ggml_rope_ext(
+                        ctx,
+                        self.rows(x)?.as_ptr(),
+                        self.whole(positions)?.as_ptr(),
+                        self.whole(divisors)?.as_ptr(),
+                        2 * pairs as i32,
+                        mode as i32,
+                        0,
+                        1.0,
+                        1.0,
+                        0.0,
+                        1.0,
+                        0.0,
+                        0.0,
+                    );
+                    sys::ggml_rope_set_offset(non_null(turned)?.as_ptr(), first as i32)
                 }
                 (Op::Cast, &[x]) => {
                     // A cast to the same type would be a view of nothing new; a copy keeps the rule that it is fresh.

@@ -41,8 +41,23 @@ pub(crate) enum Op {
     PadEnd { rows: usize, columns: usize },
     /// The other side's rows and columns around the two innermost dimensions.
     PadCircular { rows: usize, columns: usize },
+    /// Pairs of channels turned by a token's position.
+    TurnPairs {
+        pairing: Pairing,
+        first: usize,
+        pairs: usize,
+    },
     /// Another element type.
     Cast,
+}
+
+/// Which channels are turned together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pairing {
+    /// Channels side by side, `(2i, 2i + 1)`.
+    Neighbours,
+    /// Channels half of the turned ones apart, `(i, i + pairs)`.
+    Halves,
 }
 
 /// Operations on two tensors.

@@ -268,6 +268,29 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: [usize; 2]) -> Ru
     ])
 }
 
+/// `x [tokens, heads, channels]`, `positions [tokens]`, `divisors [channels / 2] -> x`'s shape, where `pairs` pairs from
+/// channel `first` on lie within the channels.
+pub fn turn_pairs(x: Shape, positions: Shape, divisors: Shape, first: usize, pairs: usize) -> Rule {
+    let &[tokens, _, channels] = x.dims() else {
+        return Err("turning takes [tokens, heads, channels]".into());
+    };
+    if positions.dims() != [tokens] {
+        return Err(format!("positions must be [{tokens}], not {positions}").into());
+    }
+    // ggml reads a divisor for each pair of all channels, whatever is turned.
+    if divisors.dims() != [channels / 2] || channels % 2 != 0 {
+        let half = channels / 2;
+        return Err(format!("divisors must be [{half}] for an even number of channels").into());
+    }
+    let end = pairs
+        .checked_mul(2)
+        .and_then(|turned| turned.checked_add(first));
+    if pairs == 0 || first % 2 != 0 || end.is_none_or(|end| end > channels) {
+        return Err(format!("{pairs} pairs from channel {first} are not among {channels}").into());
+    }
+    Ok(x)
+}
+
 /// `x [.., h, w] -> [.., h + 2 rows, w + 2 columns]`, where no more can be continued than there is.
 pub fn pad_circular(x: Shape, rows: usize, columns: usize) -> Rule {
     let mut dims = x.dims().to_vec();

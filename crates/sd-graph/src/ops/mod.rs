@@ -6,6 +6,7 @@ mod arithmetic;
 mod layout;
 mod linear;
 mod picture;
+mod rotary;
 
 use sd_backend::DType;
 

@@ -2,7 +2,7 @@
 
 use half::f16;
 use sd_backend::{Backend, BackendOptions, DType, DeviceKind};
-use sd_graph::{Cancel, Graph, Plan, Tensor};
+use sd_graph::{Cancel, Graph, Pairing, Plan, Tensor};
 
 use crate::reference::{self, Array};
 
@@ -441,4 +441,52 @@ fn pictures() {
         }
     });
     check("pad_end", &[&x], &padded, |_, t| t[0].pad_end(1, 2));
+}
+
+#[test]
+fn pairs_of_channels_turn_with_their_token() {
+    let (tokens, heads, channels) = (5, 3, 12);
+    let x = random(&[tokens, heads, channels], 30);
+    let positions = [0_i32, -7, 3, 100, 1];
+    let divisors = [1.0_f32, 2.0, 10.0, f32::INFINITY, 1.5, 3.0];
+    for (pairing, first, pairs) in [
+        (Pairing::Neighbours, 0, 6),
+        (Pairing::Halves, 0, 6),
+        (Pairing::Neighbours, 4, 3),
+        (Pairing::Halves, 2, 4),
+    ] {
+        let turned = Array::from_fn(&[tokens, heads, channels], |at| {
+            let Some(inside) = at[2].checked_sub(first).filter(|&at| at < 2 * pairs) else {
+                return x.at(at);
+            };
+            let (pair, is_second) = match pairing {
+                Pairing::Neighbours => (inside / 2, inside % 2 == 1),
+                Pairing::Halves => (inside % pairs, inside >= pairs),
+            };
+            let (a, b) = match pairing {
+                Pairing::Neighbours => (first + 2 * pair, first + 2 * pair + 1),
+                Pairing::Halves => (first + pair, first + pair + pairs),
+            };
+            let (a, b) = (x.at(&[at[0], at[1], a]), x.at(&[at[0], at[1], b]));
+            let (sin, cos) = (f64::from(positions[at[0]]) / f64::from(divisors[pair])).sin_cos();
+            if is_second {
+                a * sin + b * cos
+            } else {
+                a * cos - b * sin
+            }
+        });
+        let name = format!("turn_pairs, {pairing:?} from {first}");
+        check(&name, &[&x], &turned, |g, t| {
+            let positions = g.constant(&positions, [tokens]);
+            let divisors = g.constant(&divisors, [channels / 2]);
+            t[0].turn_pairs(positions, divisors, pairing, first, pairs)
+        });
+        let view = x.permute(&[1, 0, 2]);
+        check(&format!("{name} of a view"), &[&view], &turned, |g, t| {
+            let positions = g.constant(&positions, [tokens]);
+            let divisors = g.constant(&divisors, [channels / 2]);
+            t[0].transpose(0, 1)
+                .turn_pairs(positions, divisors, pairing, first, pairs)
+        });
+    }
 }

@@ -2,7 +2,7 @@
 
 use half::f16;
 use sd_backend::{Backend, BackendOptions, Device};
-use sd_graph::{Cancel, Error, Estimate, Graph, Plan, Tensor};
+use sd_graph::{Cancel, Error, Estimate, Graph, Pairing, Plan, Tensor};
 
 fn processor() -> Backend {
     Backend::new(
@@ -37,6 +37,18 @@ fn the_first_mistake_comes_out_once_with_names_and_place() {
         assert!(text.contains(part), "{text}");
     }
     assert!(!text.contains("matmul"), "{text}");
+}
+
+/// One pair of `x` from channel `first` on, with so many positions and divisors.
+fn turned<'g>(
+    g: Graph<'g>,
+    x: Tensor<'g>,
+    [positions, divisors]: [usize; 2],
+    first: usize,
+) -> Tensor<'g> {
+    let positions = g.constant(&vec![0_i32; positions], [positions]);
+    let divisors = g.constant(&vec![1.0_f32; divisors], [divisors]);
+    x.turn_pairs(positions, divisors, Pairing::Neighbours, first, 1)
 }
 
 #[test]
@@ -91,6 +103,22 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
         ("cannot be continued", |_, x, _| x.pad_circular(3, 0)),
         ("padding takes two dimensions", |_, _, y| {
             y.pad_circular(0, 1)
+        }),
+        ("turning takes", |g, x, _| turned(g, x, [2, 1], 0)),
+        ("positions must be [2]", |g, x, _| {
+            turned(g, x.reshape([2, 1, 3]), [3, 1], 0)
+        }),
+        ("even number of channels", |g, x, _| {
+            turned(g, x.reshape([2, 1, 3]), [2, 1], 0)
+        }),
+        ("divisors must be [3]", |g, x, _| {
+            turned(g, x.reshape([1, 1, 6]), [1, 2], 0)
+        }),
+        ("not among 6", |g, x, _| {
+            turned(g, x.reshape([1, 1, 6]), [1, 3], 6)
+        }),
+        ("not among 6", |g, x, _| {
+            turned(g, x.reshape([1, 1, 6]), [1, 3], usize::MAX - 1)
         }),
         ("said by a model", |g, _, _| {
             g.mistake("rotary embedding", "said by a model")

@@ -1,7 +1,7 @@
 //! The decoder that reads text.
 
 use half::f16;
-use sd_graph::{Graph, Param, Role, Scope, Tensor};
+use sd_graph::{Graph, Pairing, Param, Role, Scope, Tensor};
 
 use super::TextConfig;
 use crate::nn::{Linear, RmsNorm};
@@ -75,12 +75,12 @@ impl TextModel {
         let tokens = token_ids.dim(0);
         let (head_dim, theta) = (self.config.head_dim(), self.config.rope_theta());
         let rope = one_axis(tokens, head_dim, f64::from(theta), Precision::Single);
-        let rope = Rotation::new(g, &rope);
+        let rope = Rotation::new(g, &rope, Pairing::Halves);
         let mask = g.constant(&causal_mask(tokens), [tokens, tokens]);
 
         let mut x = g.param(&self.embed_tokens).rows(token_ids);
         for layer in &self.layers {
-            x = layer.forward(x, rope, mask);
+            x = layer.forward(x, &rope, mask);
         }
         x
     }
@@ -97,7 +97,7 @@ impl DecoderLayer {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>, rope: Rotation<'g>, mask: Tensor<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, x: Tensor<'g>, rope: &Rotation<'g>, mask: Tensor<'g>) -> Tensor<'g> {
         let x = x + self
             .self_attn
             .forward(self.input_layernorm.forward(x), rope, mask);
@@ -125,7 +125,7 @@ impl Attention {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>, rope: Rotation<'g>, mask: Tensor<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, x: Tensor<'g>, rope: &Rotation<'g>, mask: Tensor<'g>) -> Tensor<'g> {
         let tokens = x.dim(0);
         let q = self
             .q_proj
@@ -140,8 +140,8 @@ impl Attention {
             .forward(x)
             .reshape([tokens, self.kv_heads, self.head_dim]);
 
-        let q = rope.halves(self.q_norm.forward(q)).transpose(0, 1);
-        let k = rope.halves(self.k_norm.forward(k)).transpose(0, 1);
+        let q = rope.turn(self.q_norm.forward(q)).transpose(0, 1);
+        let k = rope.turn(self.k_norm.forward(k)).transpose(0, 1);
 
         let scale = 1.0 / (self.head_dim as f32).sqrt();
         let mixed = q.attention(k, v.transpose(0, 1), Some(mask), scale);

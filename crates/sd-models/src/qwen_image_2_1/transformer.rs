@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sd_graph::{Graph, Scope, Tensor};
+use sd_graph::{Graph, Pairing, Scope, Tensor};
 use serde::Deserialize;
 
 use super::layout::{AttentionRun, Layout, Segment};
@@ -247,10 +247,11 @@ impl Transformer {
             gate_mlp: gate_mlp.tanh().rows(rows),
         };
 
-        let rope = Rotation::new(g, &layout.rotary_embedding(self.config.axes_dims_rope));
+        let rope = layout.rotary_embedding(self.config.axes_dims_rope);
+        let rope = Rotation::new(g, &rope, Pairing::Neighbours);
         let runs = Runs::new(g, layout);
         for block in &self.transformer_blocks {
-            x = block.forward(x, &modulation, rope, &runs);
+            x = block.forward(x, &modulation, &rope, &runs);
         }
 
         let target = x.slice(0, layout.prefix_tokens(), layout.target_tokens());
@@ -308,7 +309,7 @@ impl Block {
         &self,
         x: Tensor<'g>,
         modulation: &Modulation<'g>,
-        rope: Rotation<'g>,
+        rope: &Rotation<'g>,
         runs: &Runs<'g>,
     ) -> Tensor<'g> {
         let attended =
@@ -338,11 +339,11 @@ impl Attention {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>, rope: Rotation<'g>, runs: &Runs<'g>) -> Tensor<'g> {
+    fn forward<'g>(&self, x: Tensor<'g>, rope: &Rotation<'g>, runs: &Runs<'g>) -> Tensor<'g> {
         let tokens = x.dim(0);
         let split = |x: Tensor<'g>| x.reshape([tokens, self.heads, self.head_dim]);
-        let q = rope.neighbours(self.norm_q.forward(split(self.to_q.forward(x))));
-        let k = rope.neighbours(self.norm_k.forward(split(self.to_k.forward(x))));
+        let q = rope.turn(self.norm_q.forward(split(self.to_q.forward(x))));
+        let k = rope.turn(self.norm_k.forward(split(self.to_k.forward(x))));
         let v = split(self.to_v.forward(x));
 
         let scale = 1.0 / (self.head_dim as f32).sqrt();

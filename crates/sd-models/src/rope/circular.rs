@@ -60,6 +60,7 @@ impl Embedding {
         if !circular.any() {
             return self;
         }
+        self.wrapped |= !self.layout.regions.is_empty();
         for region in self.layout.regions.clone() {
             for axis in 0..self.axes {
                 // A frequency counts as vertical where both axes are the same.

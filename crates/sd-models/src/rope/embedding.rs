@@ -89,6 +89,9 @@ pub struct Embedding {
     pub(crate) frequencies: Vec<Frequency>,
     pub(crate) value_layout: ValueLayout,
     pub(crate) batch: usize,
+    pub(crate) precision: Precision,
+    /// Whether some tokens may turn at other frequencies than the list says.
+    pub(crate) wrapped: bool,
 }
 
 impl Embedding {
@@ -169,6 +172,8 @@ impl Embedding {
             frequencies,
             value_layout,
             batch,
+            precision,
+            wrapped: false,
         };
         for axis in 0..axes {
             let turns = Turns::new(&embedding, axis, 0..tokens, |position, omega| {

@@ -5,8 +5,8 @@
 //! a plain slice, the positions they came from, which tokens form pictures and how large those are, and the frequency and
 //! axis of each pair. [`Embedding::circular`] makes the pictures in it periodic; [`Rotation`] applies it in a graph.
 //!
-//! Which channels make a pair differs between models, not between embeddings: neighbours `(2i, 2i + 1)`
-//! ([`Rotation::neighbours`]) or halves `(i, i + channels / 2)` ([`Rotation::halves`]).
+//! Which channels make a pair differs between models, not between embeddings: neighbours or halves
+//! ([`Pairing`](sd_graph::Pairing)).
 //!
 //! Positions follow `diffusers` wherever it has the family, to the precision it computes in. For the others the source
 //! is stable-diffusion.cpp, and double precision.

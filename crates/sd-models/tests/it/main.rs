@@ -14,6 +14,7 @@ mod placement;
 mod prompt;
 mod published;
 mod rope;
+mod rope_applied;
 mod rope_properties;
 mod schedule;
 mod seamless;
