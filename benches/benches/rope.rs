@@ -6,7 +6,11 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use sd_models::rope::{self, Circular, FluxOptions, Joint, Part, ReferenceMode, Size};
+use sd_backend::{Backend, BackendOptions, Device};
+use sd_graph::{Cancel, Graph, Pairing, Plan};
+use sd_models::rope::{
+    self, Circular, Embedding, FluxOptions, Joint, Part, Precision, ReferenceMode, Rotation, Size,
+};
 
 const TEXT: usize = 512;
 
@@ -40,5 +44,41 @@ fn families(criterion: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, families);
+/// Turning queries `[tokens, heads, 128]` of a picture of 512x512 (neighbours) and of a text of 1024 (halves), by ggml itself
+/// and by tables.
+fn applied(criterion: &mut Criterion) {
+    const HEADS: usize = 32;
+    let parts = [Part::Text(64), Part::Picture(Size::new(32, 32))];
+    let picture = rope::qwen_image_2_1(parts, [16, 56, 56], 1).unwrap();
+    let text = rope::one_axis(1024, 128, 5e6, Precision::Single).unwrap();
+    type Build = for<'g> fn(Graph<'g>, &Embedding, Pairing) -> Rotation<'g>;
+    let chosen: Build = |g, embedding, pairing| Rotation::new(g, &Ok(embedding.clone()), pairing);
+    let tables: Build = |g, embedding, pairing| Rotation::with_tables(g, embedding, pairing);
+    for (name, embedding, pairing) in [
+        ("neighbours", &picture, Pairing::Neighbours),
+        ("halves", &text, Pairing::Halves),
+    ] {
+        for (way, build) in [("ggml", chosen), ("tables", tables)] {
+            let device = Device::cpu().unwrap();
+            let mut backend = Backend::new(device, &BackendOptions::default()).unwrap();
+            let shape = [embedding.tokens(), HEADS, 128];
+            let mut plan = Plan::build(&backend, |g| {
+                let x = g.input::<f32>("x", shape);
+                let rotation = build(g, embedding, pairing);
+                // Eight in a row, so that setting and reading weigh little.
+                g.output("y", (0..8).fold(x, |x, _| rotation.turn(x)));
+            })
+            .unwrap();
+            let x = vec![0.5_f32; shape.iter().product()];
+            criterion.bench_function(&format!("rope applied 8 times, {name}, {way}"), |bencher| {
+                bencher.iter(|| {
+                    plan.set("x", &x).unwrap();
+                    plan.run(&mut backend, &Cancel::new()).unwrap();
+                });
+            });
+        }
+    }
+}
+
+criterion_group!(benches, families, applied);
 criterion_main!(benches);

@@ -186,6 +186,16 @@ fn check(arguments: &Generate) -> Result<(), Error> {
             );
         }
     }
+    if let Some(tile) = arguments
+        .vae_tile
+        .filter(|&tile| tile < sd_models::SMALLEST_TILE)
+    {
+        return refuse(
+            "vae-tile",
+            tile.to_string(),
+            "a tile has at least 64 pixels",
+        );
+    }
     if arguments.steps == Some(0) {
         return refuse("steps", "0".to_owned(), "at least 1 step is needed");
     }

@@ -22,7 +22,7 @@ pub use image::Image;
 pub use model_index::ModelIndex;
 pub use pipeline::Pipeline;
 pub use qwen_image_2_1::Condition;
-pub use request::{Defaults, GenerateReport, Request};
+pub use request::{Defaults, GenerateReport, Request, SMALLEST_TILE};
 pub use rope::Circular;
 pub use schedule::{FlowMatchEuler, Schedule, TimeShift};
 pub use seating::{DeviceNeed, MemoryPlan};

@@ -13,7 +13,7 @@ use crate::rope::Circular;
 pub(crate) const LARGEST_SIDE: usize = 16_384;
 
 /// Least pixels along a side of what is decoded at once: below, a tile is hardly more than what its neighbours share.
-pub(crate) const SMALLEST_TILE: usize = 64;
+pub const SMALLEST_TILE: usize = 64;
 
 /// What a checkpoint's author recommends, from the optional file `sd-defaults.json` beside `model_index.json`; where it
 /// is silent, the reference pipeline's own defaults.

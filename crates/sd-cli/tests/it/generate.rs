@@ -190,6 +190,8 @@ fn numbers_that_make_no_picture_are_refused() {
         ),
         (&["--width", "99999999999999999999999"], &["--width"]),
         (&["--steps", "0"], &["--steps 0"]),
+        (&["--circular", "z"], &["--circular", "x, y, xy"]),
+        (&["--vae-tile", "63"], &["--vae-tile 63", "64"]),
         (&["--steps", "1001"], &["1001 steps", "1000"]),
         (&["--steps", "-1"], &["--steps"]),
         (&["--guidance", "0"], &["--guidance 0"]),
@@ -233,6 +235,45 @@ fn numbers_that_make_no_picture_are_refused() {
     }
     assert_refused(folder.path(), &["generate"], &["--prompt"]);
     assert_refused(folder.path(), &[], &["Usage"]);
+}
+
+#[test]
+fn sides_join_and_tiles_are_decoded_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = tiny();
+    let run = |more: &[&str], output: &str| {
+        let mut arguments = vec![
+            "generate",
+            "-p",
+            "a red circle",
+            "-m",
+            tiny.to_str().unwrap(),
+        ];
+        arguments.extend(["-W", "96", "-H", "64", "--steps", "2", "-g", "1", "--json"]);
+        arguments.extend(["-o", output]);
+        arguments.extend(more);
+        let ended = sd(folder.path(), &arguments);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
+        (report, picture(&folder.path().join(output)))
+    };
+    let (report, plain) = run(&[], "plain.png");
+    assert_eq!(report["circular"], "none");
+    assert!(report["vae_tile"].is_null());
+    let (report, joined) = run(&["--circular", "xy"], "joined.png");
+    assert_eq!(report["circular"], "xy");
+    let (report, tiled) = run(&["--circular", "xy", "--vae-tile", "70"], "tiled.png");
+    assert_eq!(report["vae_tile"], 64);
+    let (_, whole) = run(&["--circular", "xy", "--vae-tile", "128"], "whole.png");
+    assert!(plain.pixels != joined.pixels && joined.pixels != tiled.pixels);
+    assert!(joined.pixels == whole.pixels);
+    let parameters = |picture: &Picture| picture.texts[0].1.clone();
+    assert!(
+        parameters(&joined).contains(", Circular: xy"),
+        "{}",
+        parameters(&joined)
+    );
+    assert!(!parameters(&plain).contains("Circular"));
 }
 
 #[test]
