@@ -278,14 +278,14 @@ pub fn turn_pairs(x: Shape, positions: Shape, divisors: Shape, first: usize, pai
         return Err(format!("positions must be [{tokens}], not {positions}").into());
     }
     // ggml reads a divisor for each pair of all channels, whatever is turned.
-    if divisors.dims() != [channels / 2] || channels % 2 != 0 {
+    if divisors.dims() != [channels / 2] || !channels.is_multiple_of(2) {
         let half = channels / 2;
         return Err(format!("divisors must be [{half}] for an even number of channels").into());
     }
     let end = pairs
         .checked_mul(2)
         .and_then(|turned| turned.checked_add(first));
-    if pairs == 0 || first % 2 != 0 || end.is_none_or(|end| end > channels) {
+    if pairs == 0 || !first.is_multiple_of(2) || end.is_none_or(|end| end > channels) {
         return Err(format!("{pairs} pairs from channel {first} are not among {channels}").into());
     }
     Ok(x)
