@@ -227,7 +227,7 @@ fn in_single_precision(folder: &std::path::Path) {
             sd_graph::convert(&stored, info.stored, sd_backend::DType::F32, &mut numbers).unwrap();
             // Whole multiples of 64 bytes stay at them one behind the other, so the others come last.
             tensors.push((
-                numbers.len() % 64 != 0,
+                !numbers.len().is_multiple_of(64),
                 name.to_owned(),
                 info.shape.clone(),
                 numbers,
