@@ -48,6 +48,8 @@ pub(crate) enum Command {
     Plan(Plan),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
+    /// List the devices there are to run on, with their memory and what they can do.
+    Devices(Devices),
     /// Let programs on other machines compute on this machine's devices.
     #[command(
         after_help = "Clients name the server as a device: sd generate --device rpc://HOST:PORT, or rpc://HOST:PORT/1 for \
@@ -172,6 +174,18 @@ pub(crate) struct Plan {
 
     #[command(flatten)]
     pub(crate) weights: Weights,
+
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `sd devices`.
+#[derive(Debug, Args)]
+pub(crate) struct Devices {
+    /// List the devices of this server too; may be given several times.
+    #[arg(long, value_name = "rpc://HOST:PORT")]
+    pub(crate) server: Vec<String>,
 
     /// Print JSON on standard output.
     #[arg(long)]

@@ -4,6 +4,7 @@
 
 mod args;
 mod backends;
+mod devices;
 mod error;
 mod generate;
 mod info;
@@ -46,6 +47,7 @@ fn run(command: &Command, backends: Option<&Path>) -> Result<(), Error> {
         Command::Generate(arguments) => generate::run(arguments),
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
+        Command::Devices(arguments) => devices::run(arguments),
         Command::RpcServer(arguments) => rpc_server::run(arguments),
     }
 }

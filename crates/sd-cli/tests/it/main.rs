@@ -7,6 +7,7 @@
     clippy::print_stdout
 )]
 
+mod devices;
 mod generate;
 mod info;
 mod plan;
