@@ -1,11 +1,11 @@
 //! Rotary embeddings applied in a graph, on every device.
 
-use sd_backend::{Backend, BackendOptions, Device, DeviceKind};
+use sd_backend::{Backend, BackendOptions, DeviceKind};
 use sd_graph::{Cancel, Graph, Pairing, Plan};
 use sd_models::noise;
 use sd_models::rope::{self, Circular, Embedding, H3Clip, Part, Precision, Rotation, Size};
 
-use crate::fixtures::max_error;
+use crate::fixtures::{devices, max_error};
 
 /// `x [tokens, heads, channels]` turned by the embedding's own values in double precision.
 fn turned(x: &[f32], [heads, channels]: [usize; 2], of: &Embedding, pairing: Pairing) -> Vec<f32> {
@@ -42,7 +42,7 @@ fn check(name: &str, embedding: &Embedding, channels: usize, pairing: Pairing) {
     type Build = for<'g> fn(Graph<'g>, &Embedding, Pairing) -> Rotation<'g>;
     let chosen: Build = |g, embedding, pairing| Rotation::new(g, &Ok(embedding.clone()), pairing);
     let tables: Build = |g, embedding, pairing| Rotation::with_tables(g, embedding, pairing);
-    for device in Device::all() {
+    for device in devices() {
         for (way, build) in [("chosen", chosen), ("tables", tables)] {
             let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
             let mut plan = Plan::build(&backend, |g| {
