@@ -2,7 +2,9 @@
 
 use sd_graph::{Graph, Pairing, Tensor};
 
-use super::embedding::{Embedding, Precision, TooLarge, ValueLayout};
+use super::circular::{Circular, harmonic};
+use super::embedding::{Embedding, Precision, Region, TooLarge, ValueLayout};
+use super::frequency::Frequency;
 
 /// A rotary embedding inside a graph, and which channels it turns together.
 #[derive(Debug, Clone)]
@@ -18,11 +20,18 @@ enum Turning<'g> {
     Pairs { cos: Tensor<'g>, sin: Tensor<'g> },
     /// Cosines and sines `[tokens, 1, channels]`: [`ValueLayout::Split`].
     Channels { cos: Tensor<'g>, sin: Tensor<'g> },
-    /// Positions and divisors, for ggml to turn by itself, axis by axis.
-    Axes(Vec<Axis<'g>>),
+    /// For ggml to turn by itself, run by run of tokens.
+    Runs(Vec<Run<'g>>),
 }
 
-/// A run of pairs that follow one axis.
+/// Tokens that turn at the same frequencies.
+#[derive(Debug, Clone)]
+struct Run<'g> {
+    tokens: usize,
+    axes: Vec<Axis<'g>>,
+}
+
+/// Pairs beside each other that follow one axis.
 #[derive(Debug, Clone, Copy)]
 struct Axis<'g> {
     first_pair: usize,
@@ -38,8 +47,8 @@ impl<'g> Rotation<'g> {
     /// mistake of the graph, so that a forward pass needs no error handling.
     ///
     /// ggml turns by itself where that gives the same numbers: with the angles of [`Precision::Single`], whole positions
-    /// and the same frequencies for all tokens, and halves that follow one axis. Otherwise, and so wherever a picture
-    /// wraps, tables are used.
+    /// and pairs that lie in few runs by axis, or halves of one. Otherwise tables are used. Pictures that wrap are turned
+    /// apart from what is between them, each by its own harmonics.
     #[track_caller]
     pub fn new(
         g: Graph<'g>,
@@ -47,9 +56,9 @@ impl<'g> Rotation<'g> {
         pairing: Pairing,
     ) -> Rotation<'g> {
         match embedding {
-            Ok(embedding) => match axes(g, embedding, pairing) {
-                Some(axes) => Rotation {
-                    turning: Turning::Axes(axes),
+            Ok(embedding) => match runs(g, embedding, pairing) {
+                Some(runs) => Rotation {
+                    turning: Turning::Runs(runs),
                     pairing,
                     pairs: embedding.pairs(),
                 },
@@ -113,10 +122,26 @@ impl<'g> Rotation<'g> {
     #[track_caller]
     fn turn_all(&self, x: Tensor<'g>) -> Tensor<'g> {
         match (&self.turning, self.pairing) {
-            (Turning::Axes(axes), pairing) => axes.iter().fold(x, |x, axis| {
-                let first = 2 * axis.first_pair;
-                x.turn_pairs(axis.positions, axis.divisors, pairing, first, axis.pairs)
-            }),
+            (Turning::Runs(runs), pairing) => {
+                let turn = |run: &Run<'g>, x: Tensor<'g>| {
+                    run.axes.iter().fold(x, |x, axis| {
+                        let first = 2 * axis.first_pair;
+                        x.turn_pairs(axis.positions, axis.divisors, pairing, first, axis.pairs)
+                    })
+                };
+                if let [run] = runs.as_slice() {
+                    return turn(run, x);
+                }
+                let mut start = 0;
+                let parts = runs.iter().map(|run| {
+                    let part = x.slice(0, start, run.tokens);
+                    start += run.tokens;
+                    turn(run, part)
+                });
+                parts
+                    .reduce(|joint, part| joint.concat(part, 0))
+                    .unwrap_or(x)
+            }
             (&Turning::Pairs { cos, sin }, Pairing::Neighbours) => {
                 let (tokens, heads) = (x.dim(0), x.dim(1));
                 let [even, odd] = x
@@ -159,21 +184,22 @@ fn points<'g>(a: Tensor<'g>, b: Tensor<'g>, cos: Tensor<'g>, sin: Tensor<'g>) ->
     [a * cos - b * sin, a * sin + b * cos]
 }
 
-/// The runs of pairs that follow one axis each, if ggml can turn them with the embedding's own numbers.
-fn axes<'g>(g: Graph<'g>, embedding: &Embedding, pairing: Pairing) -> Option<Vec<Axis<'g>>> {
-    let tokens = embedding.batch * embedding.tokens();
-    let runs = || embedding.frequencies.chunk_by(|a, b| a.axis == b.axis);
-    // Interleaved axes fall into a run for each pair; tables are cheaper than so many turns. Halves of one run are not
+/// How ggml turns the tokens of `embedding`, if it can with the embedding's own numbers.
+fn runs<'g>(g: Graph<'g>, embedding: &Embedding, pairing: Pairing) -> Option<Vec<Run<'g>>> {
+    // Interleaved axes fall into a group for each pair; tables are cheaper than so many turns. Halves of one group are not
     // halves of a head.
-    let most_runs = match pairing {
+    let most_groups = match pairing {
         Pairing::Neighbours => embedding.axes,
         Pairing::Halves => 1,
     };
+    let groups = embedding
+        .frequencies
+        .chunk_by(|a, b| a.axis == b.axis)
+        .count();
     let fits = embedding.precision == Precision::Single
         && embedding.value_layout == ValueLayout::Matrix
-        && !embedding.wrapped
-        && tokens > 0
-        && (1..=most_runs).contains(&runs().count());
+        && embedding.batch * embedding.tokens() > 0
+        && (1..=most_groups).contains(&groups);
     if !fits {
         return None;
     }
@@ -182,27 +208,78 @@ fn axes<'g>(g: Graph<'g>, embedding: &Embedding, pairing: Pairing) -> Option<Vec
         .iter()
         .map(|&position| whole(position))
         .collect::<Option<_>>()?;
+    let run = |positions: &[i32], frequencies: &[Frequency]| Run {
+        tokens: positions.len() / embedding.axes,
+        axes: axes(g, positions, embedding.axes, frequencies),
+    };
+    if embedding.wrapped == Circular::NONE {
+        return Some(vec![run(&positions, &embedding.frequencies)]);
+    }
+    let mut runs = Vec::new();
+    for item in positions.chunks_exact(embedding.tokens() * embedding.axes) {
+        let mut next = 0;
+        let mut upto = |end: usize, frequencies: &[Frequency]| {
+            if end > next {
+                runs.push(run(
+                    &item[next * embedding.axes..end * embedding.axes],
+                    frequencies,
+                ));
+                next = end;
+            }
+        };
+        for region in &embedding.layout.regions {
+            upto(region.tokens.start, &embedding.frequencies);
+            upto(region.tokens.end, &harmonics(embedding, region));
+        }
+        upto(embedding.tokens(), &embedding.frequencies);
+    }
+    Some(runs)
+}
+
+/// The frequencies at which a picture turns.
+fn harmonics(embedding: &Embedding, region: &Region) -> Vec<Frequency> {
+    let wrap = |frequency: &Frequency| Frequency {
+        axis: frequency.axis,
+        omega: match region.period(frequency.axis, embedding.wrapped) {
+            Some(period) => harmonic(frequency.omega, period) * std::f64::consts::TAU / period,
+            None => frequency.omega,
+        },
+    };
+    embedding.frequencies.iter().map(wrap).collect()
+}
+
+/// Tokens at `positions [tokens, axes]`, axis by axis of `frequencies`.
+fn axes<'g>(
+    g: Graph<'g>,
+    positions: &[i32],
+    axes: usize,
+    frequencies: &[Frequency],
+) -> Vec<Axis<'g>> {
     let mut first_pair = 0;
-    let axis = |run: &[super::Frequency]| {
+    let axis = |group: &[Frequency]| {
         let along: Vec<i32> = positions
             .iter()
-            .skip(run.first().map_or(0, |pair| pair.axis))
-            .step_by(embedding.axes)
+            .skip(group.first().map_or(0, |pair| pair.axis))
+            .step_by(axes)
             .copied()
             .collect();
-        let mut divisors: Vec<f32> = run.iter().map(|pair| 1.0 / pair.omega as f32).collect();
+        // No frequency is an infinite divisor, which turns nothing.
+        let mut divisors: Vec<f32> = group.iter().map(|pair| 1.0 / pair.omega as f32).collect();
         // ggml reads one for each pair of a head.
-        divisors.resize(embedding.pairs(), 1.0);
+        divisors.resize(frequencies.len(), 1.0);
         let axis = Axis {
             first_pair,
-            pairs: run.len(),
-            positions: g.constant(&along, [tokens]),
-            divisors: g.constant(&divisors, [embedding.pairs()]),
+            pairs: group.len(),
+            positions: g.constant(&along, [along.len()]),
+            divisors: g.constant(&divisors, [frequencies.len()]),
         };
-        first_pair += run.len();
+        first_pair += group.len();
         axis
     };
-    Some(runs().map(axis).collect())
+    frequencies
+        .chunk_by(|a, b| a.axis == b.axis)
+        .map(axis)
+        .collect()
 }
 
 /// A position as a whole number, if it is one and the rounding of a divisor does not show there.

@@ -2,7 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use super::embedding::{Embedding, Turns};
+use super::embedding::{Embedding, Region, Turns};
 
 /// Which sides of a picture join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -46,6 +46,21 @@ pub(crate) fn harmonic(omega: f64, period: f64) -> f64 {
     (omega * period / TAU).round()
 }
 
+impl Region {
+    /// After how many units of position on `axis` this picture repeats, if it does.
+    pub(crate) fn period(&self, axis: usize, circular: Circular) -> Option<f64> {
+        // A frequency counts as vertical where both axes are the same.
+        let period = if circular.y && axis == self.height_axis {
+            self.height_period
+        } else if circular.x && axis == self.width_axis {
+            self.width_period
+        } else {
+            return None;
+        };
+        (period > 0.0).then_some(f64::from(period))
+    }
+}
+
 impl Embedding {
     /// Makes every picture of this embedding periodic along the given axes, each with its own size.
     ///
@@ -60,21 +75,13 @@ impl Embedding {
         if !circular.any() {
             return self;
         }
-        self.wrapped |= !self.layout.regions.is_empty();
+        self.wrapped.x |= circular.x;
+        self.wrapped.y |= circular.y;
         for region in self.layout.regions.clone() {
             for axis in 0..self.axes {
-                // A frequency counts as vertical where both axes are the same.
-                let period = if circular.y && axis == region.height_axis {
-                    region.height_period
-                } else if circular.x && axis == region.width_axis {
-                    region.width_period
-                } else {
+                let Some(period) = region.period(axis, circular) else {
                     continue;
                 };
-                if period.is_nan() || period <= 0.0 {
-                    continue;
-                }
-                let period = f64::from(period);
                 for item in 0..self.batch {
                     let first = item * self.layout.tokens + region.tokens.start;
                     let tokens = first..first + region.tokens.len();

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::circular::Circular;
 use super::frequency::Frequency;
 
 /// Most turned pairs of one embedding, batch included: 4 GiB of values. A picture of 16384 x 16384 pixels in
@@ -90,8 +91,8 @@ pub struct Embedding {
     pub(crate) value_layout: ValueLayout,
     pub(crate) batch: usize,
     pub(crate) precision: Precision,
-    /// Whether some tokens may turn at other frequencies than the list says.
-    pub(crate) wrapped: bool,
+    /// Axes along which pictures turn by harmonics of their own rather than by the list.
+    pub(crate) wrapped: Circular,
 }
 
 impl Embedding {
@@ -173,7 +174,7 @@ impl Embedding {
             value_layout,
             batch,
             precision,
-            wrapped: false,
+            wrapped: Circular::NONE,
         };
         for axis in 0..axes {
             let turns = Turns::new(&embedding, axis, 0..tokens, |position, omega| {

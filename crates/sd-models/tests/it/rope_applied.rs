@@ -93,6 +93,22 @@ fn graphs_turn_as_the_values_say() {
         32,
         neighbours,
     );
+    check(
+        "a picture that wraps one way",
+        &picture(Circular::Y),
+        40,
+        neighbours,
+    );
+    let (one, other) = (Size::new(3, 5), Size::new(4, 4));
+    let parts = [
+        Part::Picture(one),
+        Part::Picture(other),
+        Part::Text(3),
+        Part::Picture(one),
+    ];
+    let pictures = rope::qwen_image_2_1(parts, [8, 12, 12], 2).unwrap();
+    let pictures = pictures.circular(Circular::X).circular(Circular::Y);
+    check("pictures that wrap", &pictures, 32, neighbours);
     check("text", &text, 16, halves);
     check("text, some channels", &text, 20, halves);
     check("text of neighbours", &text, 16, neighbours);
