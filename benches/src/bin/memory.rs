@@ -38,6 +38,8 @@ struct Arguments {
     python: Option<String>,
     cold: bool,
     device: String,
+    /// Folder of backends to load first.
+    backends: Option<PathBuf>,
     file: PathBuf,
     /// Only this way, in this process.
     way: Option<usize>,
@@ -70,6 +72,9 @@ fn main() -> Result<()> {
             .args(["--way", &way.to_string(), "--device", &arguments.device])
             .arg("--file")
             .arg(&arguments.file);
+        if let Some(folder) = &arguments.backends {
+            command.arg("--backends").arg(folder);
+        }
         run(&format!("sd, {name}"), &mut command)?;
     }
     if let Some(python) = &arguments.python {
@@ -137,6 +142,9 @@ fn run(name: &str, command: &mut Command) -> Result<()> {
 /// One way, in this process.
 fn load(arguments: &Arguments, way: usize) -> Result<()> {
     let (_, mapping, dtype) = WAYS[way];
+    if let Some(folder) = &arguments.backends {
+        Device::load_backends(folder)?;
+    }
     let ledger = Ledger::default();
     let options = BackendOptions::default().threads(2).ledger(&ledger);
     let mut backend = Backend::new(Device::select(&arguments.device)?, &options)?;
@@ -152,7 +160,7 @@ fn load(arguments: &Arguments, way: usize) -> Result<()> {
         .map(|index| root.param(&format!("w{index:05}"), [SIDE, SIDE], Role::Matrix))
         .collect();
     let params = declarations.finish()?;
-    let report = LoadPlan::new(&checkpoint, &params, backend.device(), mapping)?.load(
+    LoadPlan::new(&checkpoint, &params, backend.device(), mapping)?.load(
         &backend,
         &Cancel::new(),
         &mut |_: &Progress| {},
@@ -188,7 +196,6 @@ fn load(arguments: &Arguments, way: usize) -> Result<()> {
         bytes("RssFile") + bytes("RssShmem"),
         used.of(MemoryKind::Weights) + used.of(MemoryKind::Mapping)
     );
-    eprintln!("{report:?}");
     Ok(())
 }
 
@@ -250,6 +257,7 @@ fn arguments() -> Result<Arguments> {
         python: None,
         cold: false,
         device: "cpu".to_owned(),
+        backends: None,
         file: std::env::temp_dir().join(format!("sd-memory-{}.safetensors", std::process::id())),
         way: None,
     };
@@ -265,10 +273,11 @@ fn arguments() -> Result<Arguments> {
             "--python" => arguments.python = Some(value()?),
             "--cold" => arguments.cold = true,
             "--device" => arguments.device = value()?,
+            "--backends" => arguments.backends = Some(value()?.into()),
             "--file" => arguments.file = value()?.into(),
             "--way" => arguments.way = Some(value()?.parse()?),
             _ => bail!(
-                "unknown argument {word}; there are --gib, --python, --cold, --device, --file"
+                "unknown argument {word}; there are --gib, --python, --cold, --device, --backends, --file"
             ),
         }
     }

@@ -169,7 +169,7 @@ fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
 
 /// The picture of a prompt with weights as `builder` asks for, as levels from -1 to 1, and the bytes of all weights.
 fn drawn(builder: sd_models::PipelineBuilder) -> (Vec<f32>, u64) {
-    let mut pipeline = builder.device("cpu").threads(2).load().unwrap();
+    let mut pipeline = builder.threads(2).load().unwrap();
     let condition = pipeline
         .encode("a large red circle on a blue background")
         .unwrap();
@@ -184,7 +184,7 @@ fn drawn(builder: sd_models::PipelineBuilder) -> (Vec<f32>, u64) {
 fn weights_of_other_types_draw_the_same_picture() {
     // Read: a mapped file counts as a whole.
     let open = || {
-        let builder = Pipeline::open(tiny()).unwrap();
+        let builder = Pipeline::open(tiny()).unwrap().device("cpu");
         builder.mapping(sd_backend::Mapping::Never)
     };
     let (exact, bytes) = drawn(open().weight_type(DType::F32));
