@@ -36,6 +36,7 @@ const WAYS: [(&str, Mapping, Option<DType>); 4] = [
 struct Arguments {
     gib: usize,
     python: Option<String>,
+    torch_device: String,
     cold: bool,
     device: String,
     /// Folder of backends to load first.
@@ -84,7 +85,10 @@ fn main() -> Result<()> {
         ] {
             prepare(&arguments)?;
             let mut command = Command::new(python);
-            command.args(["-c", PYTHON, how]).arg(&arguments.file);
+            command
+                .args(["-c", PYTHON, how])
+                .arg(&arguments.file)
+                .arg(&arguments.torch_device);
             run(&format!("torch, {name}"), &mut command)?;
         }
     }
@@ -95,15 +99,21 @@ fn main() -> Result<()> {
 /// The same with PyTorch: `load_file` maps the file, `load` takes bytes that were read.
 const PYTHON: &str = r"
 import sys, time, torch, safetensors.torch as st
-how, path = sys.argv[1:]
+how, path, device = sys.argv[1:]
 torch.set_num_threads(2)
+wait = torch.cuda.synchronize if device != 'cpu' else lambda: None
+x = torch.ones(1, 4096, dtype=torch.float16, device=device)
+wait()
 begin = time.perf_counter()
-tensors = st.load_file(path) if how == 'file' else st.load(open(path, 'rb').read())
+if how == 'file':
+    tensors = st.load_file(path, device=device)
+else:
+    tensors = {name: w.to(device) for name, w in st.load(open(path, 'rb').read()).items()}
+wait()
 load = time.perf_counter() - begin
-x = torch.ones(1, 4096, dtype=torch.float16)
 def product():
     begin = time.perf_counter()
-    y = sum((x @ w.T).float() for w in tensors.values())
+    y = sum((x @ w.T).float() for w in tensors.values()).cpu()
     return time.perf_counter() - begin
 first, second = product(), product()
 status = dict(line.split(':') for line in open('/proc/self/status') if line.startswith('Rss'))
@@ -255,6 +265,7 @@ fn arguments() -> Result<Arguments> {
     let mut arguments = Arguments {
         gib: 4,
         python: None,
+        torch_device: "cpu".to_owned(),
         cold: false,
         device: "cpu".to_owned(),
         backends: None,
@@ -271,13 +282,14 @@ fn arguments() -> Result<Arguments> {
         match word.as_str() {
             "--gib" => arguments.gib = value()?.parse()?,
             "--python" => arguments.python = Some(value()?),
+            "--torch-device" => arguments.torch_device = value()?,
             "--cold" => arguments.cold = true,
             "--device" => arguments.device = value()?,
             "--backends" => arguments.backends = Some(value()?.into()),
             "--file" => arguments.file = value()?.into(),
             "--way" => arguments.way = Some(value()?.parse()?),
             _ => bail!(
-                "unknown argument {word}; there are --gib, --python, --cold, --device, --backends, --file"
+                "unknown argument {word}; there are --gib, --python, --torch-device, --cold, --device, --backends, --file"
             ),
         }
     }
