@@ -161,8 +161,12 @@ impl Seating {
     ) -> Result<Seating> {
         let mut needs = Vec::with_capacity(IN_ORDER.len());
         for (component, &(device, estimate)) in IN_ORDER.into_iter().zip(runs) {
-            let wish = wishes.placement.of(component);
-            let residence = wish.residence.unwrap_or(Residence::Device);
+            // The processor's own memory is the host's.
+            let wish = match (wishes.placement.of(component).residence, device.kind()) {
+                (Some(Residence::Host), DeviceKind::Cpu) => Some(Residence::Device),
+                (wish, _) => wish,
+            };
+            let residence = wish.unwrap_or(Residence::Device);
             let cost = model.weights(component).cost(device, residence, mapping)?;
             let compute = estimate.compute_bytes + estimate.constant_bytes;
             // Staging is the host's, and over before anything is computed.
@@ -173,7 +177,7 @@ impl Seating {
             needs.push(Need {
                 component,
                 device,
-                residence: wish.residence,
+                residence: wish,
                 weights: cost.resident(),
                 compute,
             });

@@ -4,7 +4,7 @@ use sd_backend::fake::{FakeDevice, FakeOptions, HostPointers};
 use sd_backend::{
     Component, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Placement, Residence,
 };
-use sd_graph::Progress;
+use sd_graph::{Cancel, Progress};
 use sd_models::{Error, Image, Pipeline, PipelineBuilder, Request};
 
 use crate::fixtures::tiny;
@@ -194,6 +194,38 @@ fn whatever_allocation_fails_the_next_run_is_right() {
         assert_eq!(fake.counts().buffers, 0, "{nth}");
     }
     assert!(refused > 0 && survived > 3, "{refused} {survived}");
+}
+
+#[test]
+fn a_run_on_a_slow_device_is_stopped_from_outside() {
+    let fake = fake("Fake0");
+    let ledger = ledger(MemoryBudget::Automatic);
+    let mut pipeline = open().device(fake.device()).ledger(&ledger).load().unwrap();
+    let expected = picture(&mut pipeline).unwrap();
+    let held = ledger.report(fake.device()).used;
+    fake.delay(std::time::Duration::from_millis(200));
+    let cancel = Cancel::new();
+    pipeline.set_cancel(cancel.clone());
+    let graphs = fake.counts().graphs;
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while fake.counts().graphs == graphs {
+                std::thread::yield_now();
+            }
+            cancel.cancel();
+        });
+        picture(&mut pipeline).map(drop).unwrap_err()
+    });
+    assert!(error.is_cancelled(), "{error}");
+    // The graph that was being computed ends, and nothing begins after it.
+    assert_eq!(fake.counts().graphs, graphs + 1);
+    assert!(ledger.report(fake.device()).used.total() <= held.total());
+    fake.delay(std::time::Duration::ZERO);
+    pipeline.set_cancel(Cancel::new());
+    assert!(picture(&mut pipeline).unwrap() == expected);
+    drop(pipeline);
+    assert_eq!(ledger.report(fake.device()).used.total(), 0);
+    assert_eq!(fake.counts().buffers, 0);
 }
 
 /// The tiny checkpoint in single precision, with its tensors at multiples of 64 bytes: what every device can use in place.
