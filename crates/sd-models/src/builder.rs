@@ -84,7 +84,7 @@ impl PipelineBuilder {
     /// tokens. Nothing is loaded.
     ///
     /// # Errors
-    /// [`Error::Size`], and everything that can be wrong with files.
+    /// [`Error::Size`](crate::Error::Size), and everything that can be wrong with files.
     pub fn plan(&self, size: Option<(usize, usize)>, tokens: usize) -> Result<MemoryPlan> {
         let defaults = self.defaults()?;
         let model = QwenImage21::open(&self.folder, &self.load)?;
