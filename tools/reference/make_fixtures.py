@@ -23,6 +23,7 @@ SCRIPTS = {
     "qwenimage21_transformer": ["qwenimage21_transformer"],
     "qwenimage21_scheduler": ["qwenimage21_scheduler"],
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
+    "wan_vae": ["wan21_vae", "wan22_vae", "qwenimage_vae"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],
     "rope": ["rope"],

@@ -13,7 +13,8 @@ use sd_backend::DType;
 
 use crate::op::Op;
 use crate::param::Param;
-use crate::shape::{Reason, Shape};
+use crate::shape::{self, Reason, Shape};
+use crate::state::State;
 
 /// A number type that inputs, constants and outputs can hold.
 pub trait Element: bytemuck::Pod + sealed::Sealed {
@@ -86,6 +87,9 @@ pub(crate) struct Recording {
     pub constants: Vec<Vec<u8>>,
     pub inputs: Vec<Named>,
     pub outputs: Vec<Named>,
+    /// States that the graph reads or writes, and values that go into them at the end of a run.
+    pub states: Vec<State>,
+    pub kept: Vec<(TensorId, TensorId)>,
     pub error: Option<GraphError>,
     /// Row numbers that an input may hold are below this; ggml aborts on others.
     pub index_limits: HashMap<TensorId, usize>,
@@ -269,6 +273,34 @@ impl<'g> Graph<'g> {
         };
         drop(recording);
         Tensor { graph: self, id }
+    }
+
+    /// What a state holds when a run begins.
+    pub fn state(self, state: &State) -> Tensor<'g> {
+        let mut recording = self.recording.borrow_mut();
+        if !recording.states.contains(state) {
+            recording.states.push(state.clone());
+        }
+        drop(recording);
+        self.param(state.param())
+    }
+
+    /// Puts `value` into a state when all else is computed: into all of it, or the first elements of its outermost dimension.
+    /// Of two values for one state the later stays.
+    #[track_caller]
+    pub fn keep(self, state: &State, value: Tensor<'g>) {
+        let location = Location::caller();
+        let target = self.state(state);
+        let rule = if value.dtype() == DType::F32 {
+            shape::keep(state.shape(), value.shape())
+        } else {
+            Err(format!("a state keeps f32, not {}", value.dtype()).into())
+        };
+        let mut recording = self.recording.borrow_mut();
+        match rule {
+            Ok(_) => recording.kept.push((target.id, value.id)),
+            Err(reason) => recording.fail("keep", &[target.id, value.id], reason, location),
+        }
     }
 
     /// Names a tensor as a result, to be read after each run.

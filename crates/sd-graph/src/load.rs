@@ -246,6 +246,15 @@ pub(crate) fn allocate(
     backend: &Backend,
     sizes: impl Iterator<Item = usize>,
 ) -> Result<Vec<Place>> {
+    allocate_as(backend, MemoryKind::Weights, sizes)
+}
+
+/// As [`allocate`], on the account of `kind`.
+pub(crate) fn allocate_as(
+    backend: &Backend,
+    kind: MemoryKind,
+    sizes: impl Iterator<Item = usize>,
+) -> Result<Vec<Place>> {
     let device = backend.device();
     let alignment = Buffer::alignment(device);
     let most = Buffer::largest(device);
@@ -266,12 +275,7 @@ pub(crate) fn allocate(
     }
     let mut places = Vec::new();
     for (bytes, offsets) in layout {
-        let buffer = Arc::new(Buffer::allocate(
-            backend.ledger(),
-            device,
-            bytes,
-            MemoryKind::Weights,
-        )?);
+        let buffer = Arc::new(Buffer::allocate(backend.ledger(), device, bytes, kind)?);
         places.extend(offsets.into_iter().map(|offset| Place {
             buffer: Arc::clone(&buffer),
             offset,

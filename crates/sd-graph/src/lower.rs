@@ -30,7 +30,9 @@ unsafe impl Send for Lowered {}
 
 /// Puts a recording into ggml's form for `backend`.
 pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered, ArenaFull> {
-    let capacity = recording.nodes.len() * TENSORS_PER_OPERATION + recording.outputs.len() * 2;
+    let capacity = recording.nodes.len() * TENSORS_PER_OPERATION
+        + recording.outputs.len() * 2
+        + recording.kept.len() * 4;
     let arena = Arena::new(capacity, true)?;
     let mut tensors: Vec<RawTensor> = Vec::with_capacity(recording.nodes.len());
     for node in &recording.nodes {
@@ -74,12 +76,61 @@ pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered,
         }
         outputs.push(tensor);
     }
+    lower_kept(recording, &arena, graph, &tensors)?;
     Ok(Lowered {
         _arena: arena,
         graph,
         tensors,
         outputs,
     })
+}
+
+/// Puts what states are to hold behind everything else: first all new values, so that whoever reads a state comes before
+/// it is written, then the writing.
+fn lower_kept(
+    recording: &Recording,
+    arena: &Arena,
+    graph: *mut sys::ggml_cgraph,
+    tensors: &[RawTensor],
+) -> Result<(), ArenaFull> {
+    let mut writes = Vec::with_capacity(recording.kept.len());
+    for &(state, value) in &recording.kept {
+        let (state, mut value) = (tensors[state.index()], tensors[value.index()]);
+        // SAFETY: all tensors are live and the graph holds their nodes (`capacity` in `lower`); room is taken first.
+        unsafe {
+            // A view may be one of the state itself, which is about to be overwritten.
+            if value.as_ref().op == sys::GGML_OP_NONE || !value.as_ref().view_src.is_null() {
+                arena.take(1)?;
+                value = non_null(sys::ggml_cont(arena.as_ptr(), value.as_ptr()))?;
+            }
+            sys::ggml_build_forward_expand(graph, value.as_ptr());
+        }
+        writes.push((state, value));
+    }
+    for (state, value) in writes {
+        arena.take(2)?;
+        // SAFETY: as above. The value has the state's sizes but for the outermost, which is no larger (`shape::keep`), so
+        // the view lies within the state; both are contiguous and F32.
+        unsafe {
+            let (ne, nb) = (value.as_ref().ne, state.as_ref().nb);
+            let part = sys::ggml_view_4d(
+                arena.as_ptr(),
+                state.as_ptr(),
+                ne[0],
+                ne[1],
+                ne[2],
+                ne[3],
+                nb[1],
+                nb[2],
+                nb[3],
+                0,
+            );
+            let part = non_null(part)?;
+            let write = sys::ggml_cpy(arena.as_ptr(), value.as_ptr(), part.as_ptr());
+            sys::ggml_build_forward_expand(graph, non_null(write)?.as_ptr());
+        }
+    }
+    Ok(())
 }
 
 /// The first node of the graph that the backend cannot run, by ggml's name of the operation.
@@ -180,9 +231,13 @@ impl Lowering<'_> {
                     }
                     sys::ggml_permute(ctx, x.as_ptr(), to[0], to[1], to[2], to[3])
                 }
-                (&Op::Slice { axis, start }, &[x]) => {
-                    let nb = x.as_ref().nb;
-                    let offset = start * nb[node.shape.ggml_axis(axis) as usize];
+                (&Op::Slice { axis, start, step }, &[x]) => {
+                    // ggml's views have their elements side by side.
+                    let x = self.rows(x)?;
+                    let mut nb = x.as_ref().nb;
+                    let stride = &mut nb[node.shape.ggml_axis(axis) as usize];
+                    let offset = start * *stride;
+                    *stride *= step;
                     sys::ggml_view_4d(
                         ctx,
                         x.as_ptr(),

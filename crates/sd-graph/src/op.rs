@@ -27,8 +27,12 @@ pub(crate) enum Op {
     Reshape,
     /// Dimensions in another order: a view.
     Permute { axes: Vec<usize> },
-    /// Part of one dimension: a view.
-    Slice { axis: usize, start: usize },
+    /// Part of one dimension, every `step`-th element of it: a view.
+    Slice {
+        axis: usize,
+        start: usize,
+        step: usize,
+    },
     /// Two tensors one behind the other.
     Concat { axis: usize },
     /// Rows of a matrix by number.

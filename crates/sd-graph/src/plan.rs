@@ -163,6 +163,8 @@ impl Plan {
         cancel.check()?;
         self.is_set.fill(false);
         self.has_run = false;
+        // Nobody else may read or write the states meanwhile.
+        let _alone = crate::state::lock(&self.recording.states);
         // SAFETY: all tensors of the graph were allocated or bound on this device when the plan was built and are kept
         // by it, and all its operations were found to be supported.
         unsafe { backend.compute(self.lowered.graph, Some(cancel.flag())) }?;

@@ -191,10 +191,29 @@ impl<'d> Scope<'d> {
     ///
     /// What is wrong with it is told by [`Declarations::finish`]; until then a stand-in of the wanted shape goes on.
     pub fn param(&self, name: &str, shape: impl AsRef<[usize]>, role: Role) -> Param {
+        self.param_as(name, shape.as_ref(), shape.as_ref(), role)
+    }
+
+    /// As [`Scope::param`], for a tensor that the file has as `stored`, which may have more dimensions than a graph's
+    /// tensors, and a graph as `shape`: the same elements in the same order.
+    pub fn param_as(
+        &self,
+        name: &str,
+        stored: impl AsRef<[usize]>,
+        shape: impl AsRef<[usize]>,
+        role: Role,
+    ) -> Param {
         let name = self.full_name(name);
-        let wanted = shape.as_ref();
+        let wanted = stored.as_ref();
         let mut state = self.declarations.state.borrow_mut();
-        let checked = Shape::new(wanted);
+        let count = |dims: &[usize]| dims.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim));
+        let checked = Shape::new(shape.as_ref()).and_then(|shape| {
+            if count(wanted) == Some(shape.elements()) {
+                Ok(shape)
+            } else {
+                Err(format!("{wanted:?} is not {shape}").into())
+            }
+        });
         let shape = checked.as_ref().copied().unwrap_or(Shape::ONE);
         let misshapen = |info: &TensorInfo| (name.clone(), wanted.to_vec(), info.shape.clone());
         let mut dtype = DType::F32;

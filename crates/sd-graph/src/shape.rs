@@ -215,6 +215,30 @@ pub fn slice(a: Shape, axis: usize, start: usize, len: usize) -> Rule {
     Ok(a.with_dim(axis, len))
 }
 
+/// `len` elements along `axis`, from `start` on every `step`-th; of the innermost dimension every one, since ggml's views
+/// keep elements side by side.
+pub fn slice_by(a: Shape, axis: usize, start: usize, step: usize, len: usize) -> Rule {
+    check_axis(a, axis)?;
+    if step == 0 || (step > 1 && axis + 1 == a.rank()) {
+        return Err(format!("every {step} elements of dimension {axis} make no view").into());
+    }
+    let span = len
+        .checked_sub(1)
+        .and_then(|gaps| gaps.checked_mul(step))
+        .map_or(usize::MAX, |span| span.saturating_add(1));
+    slice(a, axis, start, if len == 0 { 0 } else { span })?;
+    Ok(a.with_dim(axis, len))
+}
+
+/// What a state of shape `state` holds after `value` was put into it: a value of its shape, or of fewer elements along the
+/// outermost dimension, which are its first.
+pub fn keep(state: Shape, value: Shape) -> Rule {
+    if value.dims().get(1..) != state.dims().get(1..) || value.dims[0] > state.dims[0] {
+        return Err(format!("{value} is no value or first part of a state {state}").into());
+    }
+    Ok(value)
+}
+
 /// `a` and `b` one behind the other along `axis`.
 pub fn concat(a: Shape, b: Shape, axis: usize) -> Rule {
     check_axis(a, axis)?;

@@ -75,6 +75,28 @@ pub enum Error {
     /// Tiles that are too small to be decoded by themselves.
     #[error("tiles of {0} pixels are too small: at least {SMALLEST_TILE} are needed")]
     Tile(usize),
+    /// Frames that a VAE cannot encode.
+    #[error(
+        "frames of {width}x{height} cannot be encoded: both sides must be multiples of {multiple} pixels"
+    )]
+    FrameSize {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+        /// What both must be a multiple of.
+        multiple: usize,
+    },
+    /// A clip, or a piece of one, that is not what was announced or what a VAE takes.
+    #[error("{found} {what} instead of {wanted}")]
+    Clip {
+        /// What there is a wrong number of.
+        what: &'static str,
+        /// How many there are.
+        found: usize,
+        /// How many there should be.
+        wanted: usize,
+    },
     /// A number of steps that no schedule has.
     #[error("{0} steps: at least 1 and at most 1000 are possible")]
     Steps(usize),

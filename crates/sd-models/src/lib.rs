@@ -1,6 +1,7 @@
 //! Diffusion models on ggml: what each computes, in the words of its paper, and how a picture is made.
 
 mod builder;
+mod canvas;
 mod config;
 mod error;
 mod image;
@@ -15,6 +16,7 @@ pub mod rope;
 mod schedule;
 mod seating;
 mod tiling;
+pub mod wan_vae;
 
 pub use builder::PipelineBuilder;
 pub use error::{Error, Result};

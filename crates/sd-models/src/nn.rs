@@ -95,4 +95,13 @@ impl Conv2d {
         wrapped.conv2d_padded(g.param(&self.weight), 1, zeros)
             + g.param(&self.bias).reshape([self.channels, 1, 1])
     }
+
+    /// Applies the layer to every other pixel, beginning with the first; beyond the last row and column are zeros.
+    #[track_caller]
+    pub fn forward_halving<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        let padded = x.pad_end(self.padding, self.padding);
+        padded.conv2d(g.param(&self.weight), 2, 0)
+            + g.param(&self.bias).reshape([self.channels, 1, 1])
+    }
 }

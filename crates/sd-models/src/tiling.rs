@@ -52,6 +52,11 @@ impl Tiles {
         }
     }
 
+    /// Length of the side.
+    pub(crate) fn side(&self) -> usize {
+        self.side
+    }
+
     /// Whether one tile is all.
     pub(crate) fn is_whole(&self) -> bool {
         self.length == self.side

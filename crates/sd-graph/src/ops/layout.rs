@@ -74,10 +74,16 @@ impl<'g> Tensor<'g> {
     /// Elements `start .. start + len` of dimension `axis`.
     #[track_caller]
     pub fn slice(self, axis: usize, start: usize, len: usize) -> Tensor<'g> {
-        let rule = plain(self).and_then(|()| shape::slice(self.shape(), axis, start, len));
+        self.slice_by(axis, start, 1, len)
+    }
+
+    /// `len` elements of dimension `axis`, from `start` on every `step`-th. The innermost dimension has none left out.
+    #[track_caller]
+    pub fn slice_by(self, axis: usize, start: usize, step: usize, len: usize) -> Tensor<'g> {
+        let rule = plain(self).and_then(|()| shape::slice_by(self.shape(), axis, start, step, len));
         self.graph().record(
             "slice",
-            Op::Slice { axis, start },
+            Op::Slice { axis, start, step },
             &[self],
             self.dtype(),
             rule,
@@ -92,7 +98,11 @@ impl<'g> Tensor<'g> {
         let len = size / N.max(1);
         if len * N != size {
             let rule = Err(format!("{size} elements cannot be cut into {N} equal parts").into());
-            let op = Op::Slice { axis, start: 0 };
+            let op = Op::Slice {
+                axis,
+                start: 0,
+                step: 1,
+            };
             let failed =
                 self.graph()
                     .record("chunk", op, &[self], self.dtype(), rule, Location::caller());
@@ -104,6 +114,7 @@ impl<'g> Tensor<'g> {
             let op = Op::Slice {
                 axis,
                 start: part * len,
+                step: 1,
             };
             self.graph()
                 .record("chunk", op, &[self], self.dtype(), rule, location)

@@ -3,11 +3,13 @@
 //! Every method checks element types and asks the shape rule; a mistake is kept by the graph (see [`crate::graph`]).
 
 mod arithmetic;
+mod frames;
 mod layout;
 mod linear;
 mod picture;
 mod rotary;
 
+pub use frames::FrameConv;
 use sd_backend::DType;
 
 use crate::graph::Tensor;

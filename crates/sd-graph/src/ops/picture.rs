@@ -60,6 +60,57 @@ impl<'g> Tensor<'g> {
         )
     }
 
+    /// Squares of `factor` by `factor` pixels as channels: `[n, c, h, w] -> [n, c * factor^2, h / factor, w / factor]`, a
+    /// channel's rows of pixels outside its columns.
+    #[track_caller]
+    pub fn pixel_unshuffle(self, factor: usize) -> Tensor<'g> {
+        let &[n, c, h, w] = self.shape().dims() else {
+            return self.refuse("pixel_unshuffle", "squares are of pictures [n, c, h, w]");
+        };
+        if factor == 0 || !h.is_multiple_of(factor) || !w.is_multiple_of(factor) {
+            let reason = format!("squares of {factor} do not fill {h}x{w}");
+            return self.refuse("pixel_unshuffle", &reason);
+        }
+        let (h, w, squares) = (h / factor, w / factor, factor * factor);
+        self.reshape([n * c * h, factor, w, factor])
+            .permute([0, 1, 3, 2])
+            .reshape([n * c, h, squares, w])
+            .permute([0, 2, 1, 3])
+            .reshape([n, c * squares, h, w])
+    }
+
+    /// Channels as squares of `factor` by `factor` pixels: the inverse of [`Tensor::pixel_unshuffle`].
+    #[track_caller]
+    pub fn pixel_shuffle(self, factor: usize) -> Tensor<'g> {
+        let &[n, channels, h, w] = self.shape().dims() else {
+            return self.refuse("pixel_shuffle", "squares are of pictures [n, c, h, w]");
+        };
+        let squares = factor.saturating_mul(factor);
+        if squares == 0 || !channels.is_multiple_of(squares) {
+            let reason = format!("{channels} channels are no squares of {factor}");
+            return self.refuse("pixel_shuffle", &reason);
+        }
+        let c = channels / squares;
+        self.reshape([n * c, squares, h, w])
+            .permute([0, 2, 1, 3])
+            .reshape([n * c * h, factor, factor, w])
+            .permute([0, 1, 3, 2])
+            .reshape([n, c, h * factor, w * factor])
+    }
+
+    #[track_caller]
+    fn refuse(self, operation: &'static str, reason: &str) -> Tensor<'g> {
+        let rule = Err(reason.to_owned().into());
+        self.graph().record(
+            operation,
+            Op::Reshape,
+            &[self],
+            DType::F32,
+            rule,
+            Location::caller(),
+        )
+    }
+
     /// Continues the two innermost dimensions at their other side, by `rows` above and below and `columns` left and right.
     #[track_caller]
     pub fn pad_circular(self, rows: usize, columns: usize) -> Tensor<'g> {

@@ -10,6 +10,7 @@
 mod checkpoint;
 mod convert;
 mod corpus;
+mod frames;
 mod gguf_file;
 mod loading;
 mod mapping;

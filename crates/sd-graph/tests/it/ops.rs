@@ -11,7 +11,7 @@ use crate::reference::{self, Array};
 /// Tolerance: on the processor sums of up to a few hundred products in single precision, relative to the largest value
 /// (2e-5 leaves room for ggml's fast exponentials); elsewhere products pass through half precision (2^-11) inside.
 #[track_caller]
-fn check(
+pub(crate) fn check(
     name: &str,
     inputs: &[&Array],
     expected: &Array,
@@ -21,7 +21,7 @@ fn check(
 }
 
 #[track_caller]
-fn check_with(
+pub(crate) fn check_with(
     name: &str,
     inputs: &[&Array],
     expected: &Array,

@@ -5,19 +5,17 @@
 //! [`transformer_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_qwenimage21.py) and
 //! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
 
-mod canvas;
 mod layout;
 mod model;
 mod prompt;
 mod transformer;
-mod vae;
 
-pub use canvas::Canvas;
+pub use crate::canvas::Canvas;
+pub use crate::wan_vae::{Config as VaeConfig, Decoder as VaeDecoder, Encoder as VaeEncoder};
 pub use layout::{AttentionRun, Layout, Segment};
 pub use model::{Condition, IN_ORDER, QwenImage21};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
-pub use vae::{VaeConfig, VaeDecoder};
 
 /// Sides of a picture are multiples of this many pixels: the VAE's 16, and two latents to an image slot.
 pub const SIZE_MULTIPLE: usize = 32;

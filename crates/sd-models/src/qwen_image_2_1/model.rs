@@ -9,11 +9,11 @@ use sd_graph::{
 };
 use serde::Deserialize;
 
-use super::canvas::{Canvas, Piece};
 use super::layout::Layout;
 use super::prompt::PromptTokenizer;
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
-use super::vae::{VaeConfig, VaeDecoder};
+use super::{VaeConfig, VaeDecoder};
+use crate::canvas::{Canvas, Piece};
 use crate::config::read_json;
 use crate::error::{Error, Result};
 use crate::qwen3_vl::{self, TextModel};
@@ -325,7 +325,7 @@ impl QwenImage21 {
         } else {
             let scale = self.vae_config.scale_factor();
             let (down, along) = (rows.scaled(scale), columns.scaled(scale));
-            let mut mosaic = Mosaic::new(self.vae_config.out_channels, down, along);
+            let mut mosaic = Mosaic::new(self.vae_config.channels(), down, along);
             for &row in &rows.starts {
                 for &column in &columns.starts {
                     let tile: Vec<f32> = z
@@ -472,7 +472,8 @@ fn check_joints(
                 "the transformer's out_channels = in_channels",
                 transformer.out_channels() == transformer.in_channels,
             ),
-            ("the VAE's out_channels = 4", vae.out_channels == 4),
+            ("the VAE is one for pictures", vae.is_for_pictures()),
+            ("the VAE's out_channels = 4", vae.channels() == 4),
             ("the VAE's scale is 16", vae.scale_factor() == 16),
         ],
     )

@@ -22,3 +22,4 @@ mod text_encoder;
 mod tiny;
 mod transformer;
 mod vae;
+mod wan;

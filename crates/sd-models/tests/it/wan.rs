@@ -1,0 +1,351 @@
+//! The VAEs of the WAN family against diffusers on random weights: pictures and clips, both ways, whole and in a stream.
+
+use std::path::Path;
+
+use sd_backend::{Backend, BackendOptions, DType, DeviceKind, MemoryKind};
+use sd_graph::{Cancel, LoadOptions};
+use sd_models::Error;
+use sd_models::wan_vae::{Clip, WanVae};
+
+use crate::fixtures::{Array, Case, cases, devices, folder, relative_l2};
+
+/// Relative error allowed on the processor. The reference itself moves by 1e-6 between kernels of single precision; sums
+/// here run in another order, three layers of time taps at a time.
+const TOLERANCE: f64 = 1e-4;
+
+/// Elsewhere products may pass through half precision, which costs 0.002 to 0.02 by measurement.
+const HALF_PRECISION: f64 = 0.02;
+
+fn open(folder: &Path) -> WanVae {
+    WanVae::open(folder, &LoadOptions::default()).unwrap()
+}
+
+fn backends() -> impl Iterator<Item = Backend> {
+    devices()
+        .into_iter()
+        .map(|device| Backend::new(device, &BackendOptions::default().threads(2)).unwrap())
+}
+
+fn processor() -> Backend {
+    backends()
+        .find(|backend| backend.device().kind() == DeviceKind::Cpu)
+        .unwrap()
+}
+
+fn clip(array: &Array) -> Clip {
+    let &[frames, channels, height, width] = &array.shape[..] else {
+        panic!("{:?}", array.shape)
+    };
+    Clip {
+        frames,
+        channels,
+        height,
+        width,
+        values: array.f32.clone(),
+    }
+}
+
+fn case(folder: &str, name: &str) -> Case {
+    let mut cases = cases(folder);
+    let at = cases.iter().position(|(is, _)| is == name).unwrap();
+    cases.swap_remove(at).1
+}
+
+#[track_caller]
+fn assert_near(backend: &Backend, name: &str, is: &Clip, should: &Clip) {
+    let shape = |clip: &Clip| [clip.frames, clip.channels, clip.height, clip.width];
+    assert_eq!(shape(is), shape(should), "{name}");
+    let error = relative_l2(&is.values, &should.values);
+    println!("{name} on {}: relative {error:e}", backend.device());
+    let allowed = match backend.device().kind() {
+        DeviceKind::Cpu => TOLERANCE,
+        _ => HALF_PRECISION,
+    };
+    assert!(
+        error <= allowed,
+        "{name} on {}: {error:e}",
+        backend.device()
+    );
+}
+
+#[test]
+fn clips_and_pictures_are_the_references() {
+    for (name, count) in [("wan21_vae", 7), ("wan22_vae", 5), ("qwenimage_vae", 2)] {
+        for mut backend in backends() {
+            let mut vae = open(&folder(name));
+            let cases = cases(name);
+            assert_eq!(cases.len(), count);
+            for (case_name, case) in cases {
+                let cancel = Cancel::new();
+                let encoded = vae
+                    .encode(&mut backend, &clip(case.get("in.pixels")), None, &cancel)
+                    .unwrap();
+                let name = format!("{name} {case_name}");
+                let mean = clip(case.get("out.mean"));
+                assert_near(&backend, &format!("{name} encoded"), &encoded, &mean);
+                let decoded = vae
+                    .decode(&mut backend, &clip(case.get("in.z")), None, &cancel)
+                    .unwrap();
+                let should = clip(case.get("out.decoded"));
+                assert_near(&backend, &format!("{name} decoded"), &decoded, &should);
+            }
+        }
+    }
+}
+
+#[test]
+fn pictures_of_qwen_image_2_1_are_the_references() {
+    for name in ["qwenimage21_vae", "qwenimage21_vae_variant"] {
+        for mut backend in backends() {
+            let mut vae = open(&folder(name));
+            let mut compared = 0;
+            for (case_name, case) in cases(name) {
+                let name = format!("{name} {case_name}");
+                if case.has("in.pixels") {
+                    let pixels = clip(case.get("in.pixels"));
+                    let mut encoded = vae
+                        .encode(&mut backend, &pixels, None, &Cancel::new())
+                        .unwrap();
+                    assert_near(&backend, &name, &encoded, &clip(case.get("out.mean")));
+                    vae.config().normalize(&mut encoded);
+                    let normalized = clip(case.get("out.normalized"));
+                    assert_near(&backend, &name, &encoded, &normalized);
+                    compared += 1;
+                } else if case.get("in.z").shape[0] == 1 {
+                    let mut z = clip(case.get("in.normalized"));
+                    vae.config().denormalize(&mut z);
+                    let decoded = vae.decode(&mut backend, &z, None, &Cancel::new()).unwrap();
+                    assert_near(&backend, &name, &decoded, &clip(case.get("out.decoded")));
+                    compared += 1;
+                }
+            }
+            assert!(compared >= 4, "{compared}");
+        }
+    }
+}
+
+#[test]
+fn a_stream_gives_what_the_whole_clip_gives() {
+    let cancel = Cancel::new();
+    for (name, case_name) in [("wan21_vae", "17_8x16"), ("wan22_vae", "17_16x16")] {
+        let case = case(name, case_name);
+        for mut backend in backends() {
+            let mut vae = open(&folder(name));
+            let z = clip(case.get("in.z"));
+            let whole = vae.decode(&mut backend, &z, None, &cancel).unwrap();
+            let mut decoding = vae
+                .decoding(&backend, (z.height, z.width), &cancel)
+                .unwrap();
+            let parts: Vec<Clip> = decoding
+                .frames(&mut backend, z.each_frame(), &cancel)
+                .map(Result::unwrap)
+                .collect();
+            let counts: Vec<usize> = parts.iter().map(|part| part.frames).collect();
+            assert_eq!(counts, [1, 4, 4, 4, 4]);
+            let values: Vec<f32> = parts
+                .iter()
+                .flat_map(|part| &part.values)
+                .copied()
+                .collect();
+            assert!(values == whole.values, "{name} decoded");
+
+            let pixels = clip(case.get("in.pixels"));
+            let whole = vae.encode(&mut backend, &pixels, None, &cancel).unwrap();
+            let sides = (pixels.height, pixels.width);
+            let mut encoding = vae.encoding(&backend, sides, &cancel).unwrap();
+            let mut values = Vec::new();
+            for (index, frame) in pixels.each_frame().enumerate() {
+                let latent = encoding.push(&mut backend, frame, &cancel).unwrap();
+                assert_eq!(latent.is_some(), index % 4 == 0);
+                assert_eq!(encoding.waiting(), index % 4);
+                values.extend(latent.into_iter().flat_map(|latent| latent.values));
+            }
+            assert!(values == whole.values, "{name} encoded");
+        }
+    }
+}
+
+#[test]
+fn a_long_clip_takes_the_memory_of_a_short_one() {
+    let mut backend = processor();
+    let mut vae = open(&folder("wan21_vae"));
+    let cancel = Cancel::new();
+    let mut decoding = vae.decoding(&backend, (2, 3), &cancel).unwrap();
+    let latent = sd_models::noise::normal(3, 4 * 2 * 3);
+    let mut used = Vec::new();
+    for _ in 0..6 {
+        decoding.push(&mut backend, &latent, &cancel).unwrap();
+        let report = backend.ledger().report(backend.device());
+        used.push((
+            report.used.of(MemoryKind::Compute),
+            report.used.of(MemoryKind::Cache),
+        ));
+    }
+    // The third chunk is the first whose graph serves all that follow.
+    assert!(used[2].0 > 0 && used[2].1 > 0, "{used:?}");
+    assert!(
+        used[2..].iter().all(|&used_now| used_now == used[2]),
+        "{used:?}"
+    );
+}
+
+/// A copy of a fixture folder whose weights `change` has seen: name, shape and values of each.
+fn changed(
+    name: &str,
+    dtype: safetensors::Dtype,
+    change: impl Fn(&str, &[usize], &mut [f32]),
+) -> tempfile::TempDir {
+    let (from, to) = (folder(name), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("config.json"), to.path().join("config.json")).unwrap();
+    let bytes = std::fs::read(from.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = file
+        .iter()
+        .map(|(name, view)| {
+            let words = view.data().as_chunks::<4>().0;
+            let mut values: Vec<f32> = words.iter().map(|&b| f32::from_le_bytes(b)).collect();
+            change(name, view.shape(), &mut values);
+            let bytes = values
+                .iter()
+                .flat_map(|&value| match dtype {
+                    safetensors::Dtype::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+                    safetensors::Dtype::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+                    _ => value.to_le_bytes().to_vec(),
+                })
+                .collect();
+            (name.to_owned(), view.shape().to_vec(), bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let view = safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap();
+        (name.as_str(), view)
+    });
+    let out = to.path().join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &out).unwrap();
+    to
+}
+
+/// The first two taps of every kernel lie over what was before the beginning: with numbers there that spoil whatever they
+/// touch, a picture is the same.
+#[test]
+fn nothing_is_computed_with_what_was_before_the_beginning() {
+    let spoilt = changed("wan21_vae", safetensors::Dtype::F32, |_, shape, values| {
+        if let &[_, _, 3, height, width] = shape {
+            let area = height * width;
+            for kernel in values.chunks_exact_mut(3 * area) {
+                kernel[..2 * area].fill(f32::NAN);
+            }
+        }
+    });
+    let case = case("wan21_vae", "1_16x24");
+    let (pixels, z) = (clip(case.get("in.pixels")), clip(case.get("in.z")));
+    let cancel = Cancel::new();
+    for mut backend in backends() {
+        let mut vae = open(spoilt.path());
+        let encoded = vae.encode(&mut backend, &pixels, None, &cancel).unwrap();
+        assert_near(&backend, "encoded", &encoded, &clip(case.get("out.mean")));
+        let decoded = vae.decode(&mut backend, &z, None, &cancel).unwrap();
+        assert_near(
+            &backend,
+            "decoded",
+            &decoded,
+            &clip(case.get("out.decoded")),
+        );
+        let mut clip = clip(case.get("in.z"));
+        clip.values.extend(z.values.clone());
+        clip.frames = 2;
+        let decoded = vae.decode(&mut backend, &clip, None, &cancel).unwrap();
+        assert!(decoded.values.iter().any(|value| value.is_nan()));
+    }
+}
+
+#[test]
+fn files_in_half_precision_are_near() {
+    let case = case("wan22_vae", "5_16x32");
+    let mut backend = processor();
+    // Weights keep 11 and 8 bits; of these random weights' deep sums that leaves three and two digits.
+    for (dtype, allowed) in [
+        (safetensors::Dtype::F16, 0.01),
+        (safetensors::Dtype::BF16, 0.05),
+    ] {
+        let copy = changed("wan22_vae", dtype, |_, _, _| {});
+        for asked in [None, Some(DType::F32)] {
+            let options = match asked {
+                Some(asked) => LoadOptions::default().weight_type(asked),
+                None => LoadOptions::default(),
+            };
+            let mut vae = WanVae::open(copy.path(), &options).unwrap();
+            let z = clip(case.get("in.z"));
+            let decoded = vae.decode(&mut backend, &z, None, &Cancel::new()).unwrap();
+            let error = relative_l2(&decoded.values, &case.get("out.decoded").f32);
+            println!("{dtype:?} as {asked:?}: {error:e}");
+            assert!(error > 1e-5 && error < allowed, "{dtype:?}: {error:e}");
+        }
+    }
+}
+
+#[test]
+fn wrong_sizes_are_named() {
+    let mut backend = processor();
+    let cancel = Cancel::new();
+    let mut vae = open(&folder("wan22_vae"));
+    let blank = |frames: usize, channels: usize, height: usize, width: usize| Clip {
+        frames,
+        channels,
+        height,
+        width,
+        values: vec![0.0; frames * channels * height * width],
+    };
+    let mut text = |clip: Clip| {
+        vae.encode(&mut backend, &clip, None, &cancel)
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(
+        text(blank(1, 3, 16, 24)),
+        "frames of 24x16 cannot be encoded: both sides must be multiples of 16 pixels"
+    );
+    assert_eq!(
+        text(blank(1, 3, 0, 16)),
+        "frames of 16x0 cannot be encoded: both sides must be multiples of 16 pixels"
+    );
+    assert_eq!(text(blank(1, 4, 16, 16)), "4 channels instead of 3");
+    assert_eq!(text(blank(0, 3, 16, 16)), "0 frames instead of 1");
+    let mut short = blank(2, 3, 16, 16);
+    short.values.pop();
+    assert_eq!(text(short), "1535 values instead of 1536");
+
+    assert!(matches!(
+        vae.encoding(&backend, (16, 17), &cancel),
+        Err(Error::FrameSize { .. })
+    ));
+    let mut decoding = vae.decoding(&backend, (1, 1), &cancel).unwrap();
+    let error = decoding.push(&mut backend, &[0.0; 5], &cancel).unwrap_err();
+    assert_eq!(error.to_string(), "5 latent values instead of 6");
+    assert!(decoding.push(&mut backend, &[0.0; 6], &cancel).is_ok());
+
+    // One frame is all that a VAE for pictures takes.
+    let mut vae = open(&folder("qwenimage21_vae_variant"));
+    let two = blank(2, 6, 1, 1);
+    let outcome = vae.decode(&mut backend, &two, None, &cancel);
+    assert_eq!(outcome.unwrap_err().to_string(), "2 frames instead of 1");
+    let mut decoding = vae.decoding(&backend, (1, 1), &cancel).unwrap();
+    assert!(decoding.push(&mut backend, &[0.0; 6], &cancel).is_ok());
+    let error = decoding.push(&mut backend, &[0.0; 6], &cancel).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "2 frames for a VAE of pictures instead of 1"
+    );
+}
+
+#[test]
+fn weights_of_another_size_are_refused_together() {
+    let copy = changed("wan21_vae", safetensors::Dtype::F32, |_, _, _| {});
+    let path = copy.path().join("config.json");
+    let config = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, config.replace("\"base_dim\": 2", "\"base_dim\": 4")).unwrap();
+    let error = WanVae::open(copy.path(), &LoadOptions::default()).unwrap_err();
+    let text = error.to_string();
+    let wanted = "encoder.conv_in.weight ([2, 3, 3, 3, 3] instead of [4, 3, 3, 3, 3])";
+    assert!(text.contains(wanted), "{text}");
+}
