@@ -5,7 +5,7 @@ import common  # noqa: F401  (the environment)
 import json
 
 import torch
-from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21, AutoencoderKLWan, QwenImage21Transformer2DModel
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from qwen3vl_text_encoder import plain
@@ -37,6 +37,21 @@ QWEN3_VL_8B = dict(
 )
 
 
+# The VAE of WAN 2.2 TI2V 5B; its statistics are not needed here.
+WAN_22 = dict(
+    base_dim=160,
+    decoder_base_dim=256,
+    z_dim=48,
+    latents_mean=[0.0] * 48,
+    latents_std=[1.0] * 48,
+    is_residual=True,
+    in_channels=12,
+    out_channels=12,
+    patch_size=2,
+    scale_factor_spatial=16,
+)
+
+
 def write(out, name, model, config):
     config = {"_class_name": type(model).__name__} | config
     tensors = {k: list(v.shape) for k, v in model.state_dict().items()}
@@ -53,6 +68,9 @@ def main(out):
         models = {
             "qwenimage21_transformer": QwenImage21Transformer2DModel(),
             "qwenimage21_vae": AutoencoderKLQwenImage21(),
+            "qwenimage_vae": AutoencoderKLQwenImage(),
+            "wan21_vae": AutoencoderKLWan(),
+            "wan22_vae": AutoencoderKLWan(**WAN_22),
         }
         text = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_8B))
     counts = {}
@@ -63,5 +81,8 @@ def main(out):
     assert counts == {
         "qwenimage21_transformer": (297, 7_115_124_736),
         "qwenimage21_vae": (238, 337_740_404),
+        "qwenimage_vae": (194, 126_892_531),
+        "wan21_vae": (194, 126_892_531),
+        "wan22_vae": (196, 704_688_668),
         "qwen3vl_8b": (750, 8_767_123_696),
     }, counts

@@ -82,7 +82,24 @@ impl std::error::Error for Mismatch {}
 pub struct Declarations<'c> {
     checkpoint: &'c Checkpoint,
     options: LoadOptions,
+    names: Names,
     state: RefCell<State>,
+}
+
+type Translate = dyn Fn(&str) -> String;
+
+/// From a model's names to those of the file.
+#[derive(Default)]
+struct Names(Option<Box<Translate>>);
+
+impl fmt::Debug for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() {
+            "translated"
+        } else {
+            "as they are"
+        })
+    }
 }
 
 #[derive(Debug, Default)]
@@ -107,8 +124,16 @@ impl<'c> Declarations<'c> {
         Declarations {
             checkpoint,
             options,
+            names: Names::default(),
             state: RefCell::default(),
         }
+    }
+
+    /// Says how the file calls what a model calls by another name: files of the same model come from several programs.
+    /// Parameters and errors have the file's names then.
+    pub fn translate(mut self, names: impl Fn(&str) -> String + 'static) -> Declarations<'c> {
+        self.names = Names(Some(Box::new(names)));
+        self
     }
 
     /// The root of the tree of names.
@@ -175,13 +200,13 @@ impl<'d> Scope<'d> {
     pub fn has(&self, name: &str) -> bool {
         self.declarations
             .checkpoint
-            .get(&self.full_name(name))
+            .get(&self.name_in_file(name))
             .is_some()
     }
 
     /// Says that `name` here, and everything below it, is known but not needed.
     pub fn ignore(&self, name: &str) {
-        let path = self.full_name(name);
+        let path = self.name_in_file(name);
         self.declarations.state.borrow_mut().ignored.push(path);
     }
 
@@ -203,7 +228,7 @@ impl<'d> Scope<'d> {
         shape: impl AsRef<[usize]>,
         role: Role,
     ) -> Param {
-        let name = self.full_name(name);
+        let name = self.name_in_file(name);
         let wanted = stored.as_ref();
         let mut state = self.declarations.state.borrow_mut();
         let count = |dims: &[usize]| dims.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim));
@@ -258,6 +283,14 @@ impl<'d> Scope<'d> {
         let param = Param::new(name, shape, dtype);
         state.params.push(param.clone());
         param
+    }
+
+    fn name_in_file(&self, name: &str) -> String {
+        let name = self.full_name(name);
+        match &self.declarations.names.0 {
+            Some(translate) => translate(&name),
+            None => name,
+        }
     }
 
     fn full_name(&self, name: impl fmt::Display) -> String {

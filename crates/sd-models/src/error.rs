@@ -114,6 +114,22 @@ pub enum Error {
         /// The step, counted from 1.
         step: usize,
     },
+    /// A file is not the picture that it should be.
+    #[error("{} cannot be read as a picture: {reason}", path.display())]
+    Picture {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A file does not hold the latents of a picture or clip.
+    #[error("{} holds no latents: {reason}", path.display())]
+    Latents {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// A picture cannot be written.
     #[error("{} cannot be written: {reason}", path.display())]
     Write {

@@ -1,11 +1,15 @@
 //! Pictures: from a decoder's numbers to a file.
 
-use std::io::BufWriter;
+use std::fs::File;
+use std::io::{BufReader, BufWriter};
 use std::path::Path;
 
 use image::RgbaImage;
 
 use crate::error::{Error, Result};
+
+/// Most bytes of a picture that is read.
+const LARGEST: usize = 1 << 32;
 
 /// A picture with straight (not premultiplied) alpha, and what it was made from.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +44,63 @@ impl Image {
             pixels,
             text: Vec::new(),
         })
+    }
+
+    /// Reads a PNG of any kind. Pictures without alpha are opaque; of 16 bits the upper 8 remain.
+    ///
+    /// # Errors
+    /// [`Error::Picture`] with the path and the reason.
+    pub fn open(path: impl AsRef<Path>) -> Result<Image> {
+        let path = path.as_ref();
+        Image::read(path).map_err(|reason| Error::Picture {
+            path: path.to_owned(),
+            reason,
+        })
+    }
+
+    fn read(path: &Path) -> std::result::Result<Image, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let file = File::open(path).map_err(|error| text(&error))?;
+        let mut decoder = png::Decoder::new(BufReader::new(file));
+        decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
+        let mut reader = decoder.read_info().map_err(|error| text(&error))?;
+        let size = reader
+            .output_buffer_size()
+            .filter(|&bytes| bytes <= LARGEST)
+            .ok_or("it is larger than any picture")?;
+        let mut bytes = vec![0; size];
+        let frame = reader
+            .next_frame(&mut bytes)
+            .map_err(|error| text(&error))?;
+        bytes.truncate(frame.buffer_size());
+        let rgba: Vec<u8> = match frame.color_type {
+            png::ColorType::Rgba => bytes,
+            png::ColorType::Rgb => (bytes.as_chunks().0.iter())
+                .flat_map(|&[r, g, b]| [r, g, b, 255])
+                .collect(),
+            png::ColorType::GrayscaleAlpha => (bytes.as_chunks().0.iter())
+                .flat_map(|&[grey, alpha]| [grey, grey, grey, alpha])
+                .collect(),
+            png::ColorType::Grayscale => bytes
+                .iter()
+                .flat_map(|&grey| [grey, grey, grey, 255])
+                .collect(),
+            other => return Err(format!("pixels of kind {other:?}")),
+        };
+        let pixels = RgbaImage::from_raw(frame.width, frame.height, rgba)
+            .ok_or("it has fewer pixels than it says")?;
+        Ok(Image {
+            pixels,
+            text: Vec::new(),
+        })
+    }
+
+    /// Planes red, green, blue and, if `channels` is 4, alpha, with values from -1 to 1: `[channels, height, width]`.
+    pub fn to_planes(&self, channels: usize) -> Vec<f32> {
+        (0..channels.min(4))
+            .flat_map(|channel| self.pixels.pixels().map(move |pixel| pixel.0[channel]))
+            .map(|byte| f32::from(byte) / 255.0 * 2.0 - 1.0)
+            .collect()
     }
 
     /// Width in pixels.
@@ -126,13 +187,13 @@ impl Image {
 
 /// Temporary files belong to their owner alone; a picture is an ordinary file.
 #[cfg(unix)]
-fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
+pub(crate) fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     file.set_permissions(std::fs::Permissions::from_mode(0o644))
 }
 
 #[cfg(not(unix))]
-fn make_readable(_file: &std::fs::File) -> std::io::Result<()> {
+pub(crate) fn make_readable(_file: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
@@ -169,6 +230,38 @@ mod tests {
             ("prompt", "ein Kreis 🔴")
         );
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_was_written_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("picture.png");
+        let planes: Vec<f32> = (0..24).map(|byte| byte as f32 / 11.5 - 1.0).collect();
+        let image = Image::from_planes(&planes, 3, 2).unwrap();
+        image.save(&path).unwrap();
+        let read = Image::open(&path).unwrap();
+        assert_eq!(read, image);
+        assert_eq!(Image::from_planes(&read.to_planes(4), 3, 2).unwrap(), image);
+        assert_eq!(read.to_planes(3), read.to_planes(4)[..18]);
+
+        // Of the kinds without alpha each pixel is opaque.
+        for (kind, bytes, pixel) in [
+            (png::ColorType::Rgb, vec![1, 2, 3], [1, 2, 3, 255]),
+            (png::ColorType::Grayscale, vec![7], [7, 7, 7, 255]),
+            (png::ColorType::GrayscaleAlpha, vec![7, 9], [7, 7, 7, 9]),
+        ] {
+            let mut encoder = png::Encoder::new(File::create(&path).unwrap(), 1, 1);
+            encoder.set_color(kind);
+            let mut writer = encoder.write_header().unwrap();
+            writer.write_image_data(&bytes).unwrap();
+            writer.finish().unwrap();
+            assert_eq!(Image::open(&path).unwrap().pixels().as_raw(), &pixel);
+        }
+        std::fs::write(&path, b"no picture").unwrap();
+        for path in [path.as_path(), folder.path(), &folder.path().join("none")] {
+            let text = Image::open(path).unwrap_err().to_string();
+            assert!(text.contains("cannot be read as a picture"), "{text}");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use super::clip::Clip;
 use super::config::Config;
 use super::decoder::Decoder;
 use super::encoder::Encoder;
+use super::names::Names;
 use super::stream::{Decoding, Encoding, Rest, expect};
 use crate::canvas::{Canvas, Piece};
 use crate::error::{Error, Result};
@@ -23,6 +24,46 @@ pub struct WanVae {
     decoder: Half<Decoder>,
 }
 
+/// How much of each frame is worked on at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tiling {
+    /// All of it.
+    Whole,
+    /// Overlapping squares of so many latents along a side.
+    Squares(usize),
+    /// All of it if memory suffices, else squares as large as memory allows: half as large each time that it runs out, and
+    /// at least [`Tiling::SMALLEST`].
+    Fit,
+}
+
+impl Tiling {
+    /// Latents along a side of the smallest squares that [`Tiling::Fit`] tries.
+    pub const SMALLEST: usize = 8;
+
+    /// Gives `run` the squares to take, again with smaller ones while memory runs out and these may be had.
+    fn attempt<T>(
+        self,
+        longest: usize,
+        mut run: impl FnMut(Option<usize>) -> Result<T>,
+    ) -> Result<T> {
+        let mut tile = match self {
+            Tiling::Whole => return run(None),
+            Tiling::Squares(side) => return run(Some(side)),
+            Tiling::Fit => longest,
+        };
+        loop {
+            let outcome = run((tile < longest).then_some(tile));
+            match outcome {
+                Err(error) if error.is_out_of_memory() && tile > Tiling::SMALLEST => {
+                    tile = tile.div_ceil(2).max(Tiling::SMALLEST);
+                    tracing::info!("{error}; trying squares of {tile} latents");
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Half<M> {
     module: M,
@@ -31,12 +72,15 @@ struct Half<M> {
 
 impl<M> Half<M> {
     fn open(
-        folder: &Path,
+        path: &Path,
+        config: &Config,
         options: &LoadOptions,
         new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Half<M>> {
-        let checkpoint = Checkpoint::open(folder)?;
-        let declarations = Declarations::new(&checkpoint, options.clone().component("vae"));
+        let checkpoint = Checkpoint::open(path)?;
+        let names = Names::of(&checkpoint, config);
+        let declarations = Declarations::new(&checkpoint, options.clone().component("vae"))
+            .translate(move |name| names.in_file(name));
         let module = new(&declarations.root());
         let params = declarations.finish()?;
         Ok(Half {
@@ -53,14 +97,19 @@ impl<M> Half<M> {
 }
 
 impl WanVae {
-    /// Opens a VAE in the diffusers layout: a folder with `config.json` and weights. No weight is read.
+    /// Opens a VAE: a folder with `config.json` and weights, as diffusers has it, or a file of weights with a `config.json`
+    /// beside it. Tensors may have the names of diffusers or those of the models' authors. No weight is read.
     ///
     /// # Errors
     /// Everything that can be wrong with files; see [`Error`].
-    pub fn open(folder: &Path, options: &LoadOptions) -> Result<WanVae> {
+    pub fn open(path: &Path, options: &LoadOptions) -> Result<WanVae> {
+        let folder = match path.parent() {
+            Some(folder) if path.is_file() => folder,
+            _ => path,
+        };
         let config = Config::read(&folder.join("config.json"))?;
-        let encoder = Half::open(folder, options, |root| Encoder::new(root, &config))?;
-        let decoder = Half::open(folder, options, |root| Decoder::new(root, &config))?;
+        let encoder = Half::open(path, &config, options, |root| Encoder::new(root, &config))?;
+        let decoder = Half::open(path, &config, options, |root| Decoder::new(root, &config))?;
         Ok(WanVae {
             config,
             encoder,
@@ -113,8 +162,8 @@ impl WanVae {
     /// The clip `[frames, channels, height, width]`, values from -1 to 1, of latents `[t, z, height / scale, width / scale]`
     /// that have their means and deviations back ([`Config::denormalize`]).
     ///
-    /// With a `tile`, squares of so many latents are decoded one after the other and blended, each for the whole clip: less
-    /// memory, and slightly another picture, since they do not see each other.
+    /// In tiles, squares are decoded one after the other and blended, each for the whole clip: less memory, and slightly
+    /// another picture, since they do not see each other.
     ///
     /// # Errors
     /// [`Error::Clip`] for latents that are not what they say, or of more than one frame where the VAE is for pictures;
@@ -123,24 +172,25 @@ impl WanVae {
         &mut self,
         backend: &mut Backend,
         latents: &Clip,
-        tile: Option<usize>,
+        tiling: Tiling,
         cancel: &Cancel,
     ) -> Result<Clip> {
         self.check_clip(latents, self.config.z_dim)?;
         self.decoder.bring(backend, cancel)?;
         let (config, decoder) = (&self.config, &self.decoder.module);
-        let (rows, columns) = Canvas::from((latents.height, latents.width))
-            .tile(tile)
-            .tiles();
         let scale = config.scale_factor();
-        let out = (rows.scaled(scale), columns.scaled(scale));
-        by_tiles(latents, (&rows, &columns), out, |tile| {
-            let piece = piece_of(tile);
-            let mut decoding = Decoding::new(decoder, config, piece);
-            let rest = rest_of(tile.frames);
-            collect(tile.each_frame(), |latent| {
-                let frames = decoding.push_one_of(backend, latent, rest, cancel)?;
-                Ok(Some(frames))
+        tiling.attempt(latents.height.max(latents.width), |tile| {
+            let (rows, columns) = Canvas::from((latents.height, latents.width))
+                .tile(tile)
+                .tiles();
+            let out = (rows.scaled(scale), columns.scaled(scale));
+            by_tiles(latents, (&rows, &columns), out, |tile| {
+                let mut decoding = Decoding::new(decoder, config, piece_of(tile));
+                let rest = rest_of(tile.frames);
+                collect(tile.each_frame(), |latent| {
+                    let frames = decoding.push_one_of(backend, latent, rest, cancel)?;
+                    Ok(Some(frames))
+                })
             })
         })
     }
@@ -149,15 +199,13 @@ impl WanVae {
     /// values from -1 to 1. Frames that make no whole chunk are left out: [`Config::latent_frames`] says how many there will
     /// be, [`Config::frames`] how many pictures these are.
     ///
-    /// With a `tile`, squares of the pixels of so many latents are encoded one after the other and blended.
-    ///
     /// # Errors
     /// [`Error::FrameSize`], [`Error::Clip`]; files, memory, or a cancelled run.
     pub fn encode(
         &mut self,
         backend: &mut Backend,
         clip: &Clip,
-        tile: Option<usize>,
+        tiling: Tiling,
         cancel: &Cancel,
     ) -> Result<Clip> {
         self.check_clip(clip, self.config.channels())?;
@@ -165,16 +213,17 @@ impl WanVae {
         self.encoder.bring(backend, cancel)?;
         let (config, encoder) = (&self.config, &self.encoder.module);
         let scale = config.scale_factor();
-        let out = Canvas::from((clip.height / scale, clip.width / scale))
-            .tile(tile)
-            .tiles();
-        let pixels = (out.0.scaled(scale), out.1.scaled(scale));
-        by_tiles(clip, (&pixels.0, &pixels.1), out, |tile| {
-            let mut encoding = Encoding::new(encoder, config, piece_of(tile));
-            let rest = rest_of(config.latent_frames(tile.frames));
-            let whole = config.frames(config.latent_frames(tile.frames));
-            collect(tile.each_frame().take(whole), |picture| {
-                encoding.push_one_of(backend, picture, rest, cancel)
+        let (height, width) = (clip.height / scale, clip.width / scale);
+        tiling.attempt(height.max(width), |tile| {
+            let out = Canvas::from((height, width)).tile(tile).tiles();
+            let pixels = (out.0.scaled(scale), out.1.scaled(scale));
+            by_tiles(clip, (&pixels.0, &pixels.1), out, |tile| {
+                let mut encoding = Encoding::new(encoder, config, piece_of(tile));
+                let latents = config.latent_frames(tile.frames);
+                let whole = tile.each_frame().take(config.frames(latents));
+                collect(whole, |picture| {
+                    encoding.push_one_of(backend, picture, rest_of(latents), cancel)
+                })
             })
         })
     }

@@ -23,3 +23,5 @@ mod tiny;
 mod transformer;
 mod vae;
 mod wan;
+mod wan_files;
+mod wan_tiles;

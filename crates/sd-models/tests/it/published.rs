@@ -5,6 +5,7 @@ use sd_graph::{Checkpoint, Declarations, Estimate, LoadOptions, Scope, StoredTyp
 use sd_models::Circular;
 use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, VaeDecoder};
 use sd_models::qwen3_vl::{self, TextModel};
+use sd_models::wan_vae::{Decoder, Encoder};
 
 use crate::fixtures::folder;
 
@@ -85,6 +86,42 @@ fn the_decoder_plans_a_picture_of_1024() {
     })
     .unwrap();
     assert!(estimate.compute_bytes < 8 << 30, "{estimate:?}");
+}
+
+/// Both halves of the VAEs of clips, in memory for a picture of 480x832.
+#[test]
+fn the_vaes_of_clips_plan_a_picture() {
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
+    for (name, z_dim, scale, parameters) in [
+        ("qwenimage_vae.json", 16, 8, 126_892_531),
+        ("wan21_vae.json", 16, 8, 126_892_531),
+        ("wan22_vae.json", 48, 16, 704_688_668),
+    ] {
+        let (decoder, of_decoder) = declared(name, Decoder::new);
+        let (encoder, of_encoder) = declared(name, Encoder::new);
+        let count: usize = (of_decoder.iter().chain(&of_encoder))
+            .map(|param| param.shape().elements())
+            .sum();
+        assert_eq!(count, parameters, "{name}");
+        let (height, width) = (480 / scale, 832 / scale);
+        let decoding = Estimate::of(&backend, |g| {
+            let z = g.input::<f32>("z", [1, z_dim, height, width]);
+            let picture = decoder.forward(z, Circular::NONE);
+            assert_eq!(picture.shape().dims(), [1, 3, 480, 832]);
+            g.output("picture", picture);
+        })
+        .unwrap();
+        let encoding = Estimate::of(&backend, |g| {
+            let mean = encoder.forward(g.input::<f32>("picture", [1, 3, 480, 832]));
+            assert_eq!(mean.shape().dims(), [1, z_dim, height, width]);
+            g.output("mean", mean);
+        })
+        .unwrap();
+        println!("{name}: {decoding:?}, {encoding:?}");
+        for estimate in [decoding, encoding] {
+            assert!(estimate.compute_bytes < 2 << 30, "{name}: {estimate:?}");
+        }
+    }
 }
 
 #[test]

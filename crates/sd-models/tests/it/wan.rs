@@ -5,34 +5,35 @@ use std::path::Path;
 use sd_backend::{Backend, BackendOptions, DType, DeviceKind, MemoryKind};
 use sd_graph::{Cancel, LoadOptions};
 use sd_models::Error;
-use sd_models::wan_vae::{Clip, WanVae};
+use sd_models::wan_vae::{Clip, Tiling, WanVae};
 
-use crate::fixtures::{Array, Case, cases, devices, folder, relative_l2};
+use crate::fixtures::{Array, Case, cases, devices, folder, psnr, relative_l2};
+use crate::wan_files::changed;
 
 /// Relative error allowed on the processor. The reference itself moves by 1e-6 between kernels of single precision; sums
 /// here run in another order, three layers of time taps at a time.
-const TOLERANCE: f64 = 1e-4;
+pub(crate) const TOLERANCE: f64 = 1e-4;
 
 /// Elsewhere products may pass through half precision, which costs 0.002 to 0.02 by measurement.
 const HALF_PRECISION: f64 = 0.02;
 
-fn open(folder: &Path) -> WanVae {
+pub(crate) fn open(folder: &Path) -> WanVae {
     WanVae::open(folder, &LoadOptions::default()).unwrap()
 }
 
-fn backends() -> impl Iterator<Item = Backend> {
+pub(crate) fn backends() -> impl Iterator<Item = Backend> {
     devices()
         .into_iter()
         .map(|device| Backend::new(device, &BackendOptions::default().threads(2)).unwrap())
 }
 
-fn processor() -> Backend {
+pub(crate) fn processor() -> Backend {
     backends()
         .find(|backend| backend.device().kind() == DeviceKind::Cpu)
         .unwrap()
 }
 
-fn clip(array: &Array) -> Clip {
+pub(crate) fn clip(array: &Array) -> Clip {
     let &[frames, channels, height, width] = &array.shape[..] else {
         panic!("{:?}", array.shape)
     };
@@ -45,14 +46,14 @@ fn clip(array: &Array) -> Clip {
     }
 }
 
-fn case(folder: &str, name: &str) -> Case {
+pub(crate) fn case(folder: &str, name: &str) -> Case {
     let mut cases = cases(folder);
     let at = cases.iter().position(|(is, _)| is == name).unwrap();
     cases.swap_remove(at).1
 }
 
 #[track_caller]
-fn assert_near(backend: &Backend, name: &str, is: &Clip, should: &Clip) {
+pub(crate) fn assert_near(backend: &Backend, name: &str, is: &Clip, should: &Clip) {
     let shape = |clip: &Clip| [clip.frames, clip.channels, clip.height, clip.width];
     assert_eq!(shape(is), shape(should), "{name}");
     let error = relative_l2(&is.values, &should.values);
@@ -78,13 +79,23 @@ fn clips_and_pictures_are_the_references() {
             for (case_name, case) in cases {
                 let cancel = Cancel::new();
                 let encoded = vae
-                    .encode(&mut backend, &clip(case.get("in.pixels")), None, &cancel)
+                    .encode(
+                        &mut backend,
+                        &clip(case.get("in.pixels")),
+                        Tiling::Whole,
+                        &cancel,
+                    )
                     .unwrap();
                 let name = format!("{name} {case_name}");
                 let mean = clip(case.get("out.mean"));
                 assert_near(&backend, &format!("{name} encoded"), &encoded, &mean);
                 let decoded = vae
-                    .decode(&mut backend, &clip(case.get("in.z")), None, &cancel)
+                    .decode(
+                        &mut backend,
+                        &clip(case.get("in.z")),
+                        Tiling::Whole,
+                        &cancel,
+                    )
                     .unwrap();
                 let should = clip(case.get("out.decoded"));
                 assert_near(&backend, &format!("{name} decoded"), &decoded, &should);
@@ -104,7 +115,7 @@ fn pictures_of_qwen_image_2_1_are_the_references() {
                 if case.has("in.pixels") {
                     let pixels = clip(case.get("in.pixels"));
                     let mut encoded = vae
-                        .encode(&mut backend, &pixels, None, &Cancel::new())
+                        .encode(&mut backend, &pixels, Tiling::Whole, &Cancel::new())
                         .unwrap();
                     assert_near(&backend, &name, &encoded, &clip(case.get("out.mean")));
                     vae.config().normalize(&mut encoded);
@@ -114,7 +125,9 @@ fn pictures_of_qwen_image_2_1_are_the_references() {
                 } else if case.get("in.z").shape[0] == 1 {
                     let mut z = clip(case.get("in.normalized"));
                     vae.config().denormalize(&mut z);
-                    let decoded = vae.decode(&mut backend, &z, None, &Cancel::new()).unwrap();
+                    let decoded = vae
+                        .decode(&mut backend, &z, Tiling::Whole, &Cancel::new())
+                        .unwrap();
                     assert_near(&backend, &name, &decoded, &clip(case.get("out.decoded")));
                     compared += 1;
                 }
@@ -132,7 +145,9 @@ fn a_stream_gives_what_the_whole_clip_gives() {
         for mut backend in backends() {
             let mut vae = open(&folder(name));
             let z = clip(case.get("in.z"));
-            let whole = vae.decode(&mut backend, &z, None, &cancel).unwrap();
+            let whole = vae
+                .decode(&mut backend, &z, Tiling::Whole, &cancel)
+                .unwrap();
             let mut decoding = vae
                 .decoding(&backend, (z.height, z.width), &cancel)
                 .unwrap();
@@ -150,7 +165,9 @@ fn a_stream_gives_what_the_whole_clip_gives() {
             assert!(values == whole.values, "{name} decoded");
 
             let pixels = clip(case.get("in.pixels"));
-            let whole = vae.encode(&mut backend, &pixels, None, &cancel).unwrap();
+            let whole = vae
+                .encode(&mut backend, &pixels, Tiling::Whole, &cancel)
+                .unwrap();
             let sides = (pixels.height, pixels.width);
             let mut encoding = vae.encoding(&backend, sides, &cancel).unwrap();
             let mut values = Vec::new();
@@ -189,42 +206,6 @@ fn a_long_clip_takes_the_memory_of_a_short_one() {
     );
 }
 
-/// A copy of a fixture folder whose weights `change` has seen: name, shape and values of each.
-fn changed(
-    name: &str,
-    dtype: safetensors::Dtype,
-    change: impl Fn(&str, &[usize], &mut [f32]),
-) -> tempfile::TempDir {
-    let (from, to) = (folder(name), tempfile::tempdir().unwrap());
-    std::fs::copy(from.join("config.json"), to.path().join("config.json")).unwrap();
-    let bytes = std::fs::read(from.join("model.safetensors")).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = file
-        .iter()
-        .map(|(name, view)| {
-            let words = view.data().as_chunks::<4>().0;
-            let mut values: Vec<f32> = words.iter().map(|&b| f32::from_le_bytes(b)).collect();
-            change(name, view.shape(), &mut values);
-            let bytes = values
-                .iter()
-                .flat_map(|&value| match dtype {
-                    safetensors::Dtype::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
-                    safetensors::Dtype::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
-                    _ => value.to_le_bytes().to_vec(),
-                })
-                .collect();
-            (name.to_owned(), view.shape().to_vec(), bytes)
-        })
-        .collect();
-    let views = tensors.iter().map(|(name, shape, bytes)| {
-        let view = safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap();
-        (name.as_str(), view)
-    });
-    let out = to.path().join("model.safetensors");
-    safetensors::serialize_to_file(views, None, &out).unwrap();
-    to
-}
-
 /// The first two taps of every kernel lie over what was before the beginning: with numbers there that spoil whatever they
 /// touch, a picture is the same.
 #[test]
@@ -242,9 +223,13 @@ fn nothing_is_computed_with_what_was_before_the_beginning() {
     let cancel = Cancel::new();
     for mut backend in backends() {
         let mut vae = open(spoilt.path());
-        let encoded = vae.encode(&mut backend, &pixels, None, &cancel).unwrap();
+        let encoded = vae
+            .encode(&mut backend, &pixels, Tiling::Whole, &cancel)
+            .unwrap();
         assert_near(&backend, "encoded", &encoded, &clip(case.get("out.mean")));
-        let decoded = vae.decode(&mut backend, &z, None, &cancel).unwrap();
+        let decoded = vae
+            .decode(&mut backend, &z, Tiling::Whole, &cancel)
+            .unwrap();
         assert_near(
             &backend,
             "decoded",
@@ -254,33 +239,10 @@ fn nothing_is_computed_with_what_was_before_the_beginning() {
         let mut clip = clip(case.get("in.z"));
         clip.values.extend(z.values.clone());
         clip.frames = 2;
-        let decoded = vae.decode(&mut backend, &clip, None, &cancel).unwrap();
+        let decoded = vae
+            .decode(&mut backend, &clip, Tiling::Whole, &cancel)
+            .unwrap();
         assert!(decoded.values.iter().any(|value| value.is_nan()));
-    }
-}
-
-#[test]
-fn files_in_half_precision_are_near() {
-    let case = case("wan22_vae", "5_16x32");
-    let mut backend = processor();
-    // Weights keep 11 and 8 bits; of these random weights' deep sums that leaves three and two digits.
-    for (dtype, allowed) in [
-        (safetensors::Dtype::F16, 0.01),
-        (safetensors::Dtype::BF16, 0.05),
-    ] {
-        let copy = changed("wan22_vae", dtype, |_, _, _| {});
-        for asked in [None, Some(DType::F32)] {
-            let options = match asked {
-                Some(asked) => LoadOptions::default().weight_type(asked),
-                None => LoadOptions::default(),
-            };
-            let mut vae = WanVae::open(copy.path(), &options).unwrap();
-            let z = clip(case.get("in.z"));
-            let decoded = vae.decode(&mut backend, &z, None, &Cancel::new()).unwrap();
-            let error = relative_l2(&decoded.values, &case.get("out.decoded").f32);
-            println!("{dtype:?} as {asked:?}: {error:e}");
-            assert!(error > 1e-5 && error < allowed, "{dtype:?}: {error:e}");
-        }
     }
 }
 
@@ -297,7 +259,7 @@ fn wrong_sizes_are_named() {
         values: vec![0.0; frames * channels * height * width],
     };
     let mut text = |clip: Clip| {
-        vae.encode(&mut backend, &clip, None, &cancel)
+        vae.encode(&mut backend, &clip, Tiling::Whole, &cancel)
             .unwrap_err()
             .to_string()
     };
@@ -327,7 +289,7 @@ fn wrong_sizes_are_named() {
     // One frame is all that a VAE for pictures takes.
     let mut vae = open(&folder("qwenimage21_vae_variant"));
     let two = blank(2, 6, 1, 1);
-    let outcome = vae.decode(&mut backend, &two, None, &cancel);
+    let outcome = vae.decode(&mut backend, &two, Tiling::Whole, &cancel);
     assert_eq!(outcome.unwrap_err().to_string(), "2 frames instead of 1");
     let mut decoding = vae.decoding(&backend, (1, 1), &cancel).unwrap();
     assert!(decoding.push(&mut backend, &[0.0; 6], &cancel).is_ok());
@@ -338,14 +300,35 @@ fn wrong_sizes_are_named() {
     );
 }
 
+/// Trained weights and a picture that the reference has encoded and decoded: it comes back as well from here.
 #[test]
-fn weights_of_another_size_are_refused_together() {
-    let copy = changed("wan21_vae", safetensors::Dtype::F32, |_, _, _| {});
-    let path = copy.path().join("config.json");
-    let config = std::fs::read_to_string(&path).unwrap();
-    std::fs::write(&path, config.replace("\"base_dim\": 2", "\"base_dim\": 4")).unwrap();
-    let error = WanVae::open(copy.path(), &LoadOptions::default()).unwrap_err();
-    let text = error.to_string();
-    let wanted = "encoder.conv_in.weight ([2, 3, 3, 3, 3] instead of [4, 3, 3, 3, 3])";
-    assert!(text.contains(wanted), "{text}");
+fn a_picture_comes_back_as_from_the_reference() {
+    let path = folder("tiny-qwen-image-2.1-reference").join("vae_128.safetensors");
+    let recorded = Case::read(&path);
+    let cancel = Cancel::new();
+    // The checkpoint is in half precision; the reference widened it to single precision.
+    let options = LoadOptions::default().weight_type(DType::F32);
+    for mut backend in backends() {
+        let mut vae = WanVae::open(&crate::fixtures::tiny().join("vae"), &options).unwrap();
+        let pixels = clip(recorded.get("pixels"));
+        let mut latents = vae
+            .encode(&mut backend, &pixels, Tiling::Whole, &cancel)
+            .unwrap();
+        assert_near(&backend, "mean", &latents, &clip(recorded.get("mean")));
+        let decoded = vae
+            .decode(&mut backend, &latents, Tiling::Whole, &cancel)
+            .unwrap();
+        let reconstruction = clip(recorded.get("reconstruction"));
+        assert_near(&backend, "reconstruction", &decoded, &reconstruction);
+        vae.config().normalize(&mut latents);
+        let normalized = clip(recorded.get("normalized_mean"));
+        assert_near(&backend, "normalized", &latents, &normalized);
+        let (ours, theirs) = (
+            psnr(&decoded.values, &pixels.values),
+            psnr(&reconstruction.values, &pixels.values),
+        );
+        println!("{ours:.3} dB, by the reference {theirs:.3} dB");
+        // Rounding moves it in the fourth digit.
+        assert!(ours > theirs - 0.05, "{ours}, not {theirs}");
+    }
 }
