@@ -50,6 +50,9 @@ pub(crate) enum Command {
     Info(Info),
     /// List the devices there are to run on, with their memory and what they can do.
     Devices(Devices),
+    /// Encode pictures and frames of clips as latents, and decode latents, with a VAE of the WAN family.
+    #[command(subcommand)]
+    Vae(Vae),
     /// Let programs on other machines compute on this machine's devices.
     #[command(
         after_help = "Clients name the server as a device: sd generate --device rpc://HOST:PORT, or rpc://HOST:PORT/1 for \
@@ -248,6 +251,70 @@ impl Weights {
         }
         builder
     }
+}
+
+/// What to do with a VAE.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Vae {
+    /// Encode a PNG, or the PNGs of a folder in the order of their names as a clip.
+    #[command(
+        after_help = "The file has the tensor `latents`, F32 [frames, channels, height, width]: the means, not normalised. A \
+        clip's first frame makes one frame of latents, each further four frames one more; frames that remain are left out, \
+        and said so."
+    )]
+    Encode(VaeFiles),
+    /// Decode latents to a PNG (where the output's name ends so), or to numbered PNGs in a new folder.
+    Decode(VaeFiles),
+}
+
+/// Squares that frames are worked on in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tile {
+    Auto,
+    Pixels(usize),
+}
+
+fn tile(text: &str) -> Result<Tile, String> {
+    match text {
+        "auto" => Ok(Tile::Auto),
+        _ => text
+            .parse()
+            .map(Tile::Pixels)
+            .map_err(|_| "a number of pixels or `auto` is expected".to_owned()),
+    }
+}
+
+/// Arguments of `sd vae encode` and `sd vae decode`.
+#[derive(Debug, Args)]
+pub(crate) struct VaeFiles {
+    /// What to encode or decode.
+    #[arg(value_name = "INPUT")]
+    pub(crate) input: PathBuf,
+
+    /// Folder of the VAE (with a config.json), or its file of weights with a config.json beside it.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) vae: PathBuf,
+
+    /// File, or for a decoded clip new folder, to write.
+    #[arg(short, long, value_name = "PATH")]
+    pub(crate) output: PathBuf,
+
+    /// Work on overlapping squares of so many pixels: less memory, more time. `auto` takes squares as large as memory allows,
+    /// and none if all fits.
+    #[arg(long, value_name = "N|auto", value_parser = tile)]
+    pub(crate) tile: Option<Tile>,
+
+    /// Device to run on: auto, cpu, gpu, the name of one, or rpc://HOST:PORT for one of a server.
+    #[arg(short, long, value_name = "NAME", default_value = "auto")]
+    pub(crate) device: String,
+
+    /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
+    #[arg(long, value_name = "BUDGET", default_value = "auto")]
+    pub(crate) memory_budget: MemoryBudgets,
+
+    /// Threads that compute on the processor [default: as many as there are].
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<usize>,
 }
 
 /// Arguments of `sd info`.

@@ -12,6 +12,7 @@ mod plan;
 mod progress;
 mod rpc_server;
 mod tiny;
+mod vae;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -48,6 +49,7 @@ fn run(command: &Command, backends: Option<&Path>) -> Result<(), Error> {
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Devices(arguments) => devices::run(arguments),
+        Command::Vae(arguments) => vae::run(arguments),
         Command::RpcServer(arguments) => rpc_server::run(arguments),
     }
 }

@@ -14,6 +14,7 @@ mod plan;
 #[cfg(feature = "rpc")]
 mod rpc_server;
 mod run;
+mod vae;
 
 /// The command is there in every build; in one without the feature it says what is missing.
 #[cfg(not(feature = "rpc"))]
