@@ -97,6 +97,9 @@ pub enum Error {
         /// How many there should be.
         wanted: usize,
     },
+    /// A clip whose chunk before was cancelled, or failed, in the middle: what layers kept of it cannot be relied on.
+    #[error("the clip was interrupted; it must be begun again")]
+    Interrupted,
     /// A number of steps that no schedule has.
     #[error("{0} steps: at least 1 and at most 1000 are possible")]
     Steps(usize),

@@ -41,6 +41,8 @@ struct Chunks {
     /// None until a second chunk may follow.
     memory: Memory,
     is_allocated: bool,
+    /// Whether a chunk ended in the middle, so that layers may not have kept the same frames.
+    is_interrupted: bool,
     /// The plan of the last chunk. All later chunks share one.
     plans: PlanCache<Place>,
 }
@@ -60,6 +62,7 @@ impl Chunks {
             next: Place::First,
             memory: Memory::default(),
             is_allocated: false,
+            is_interrupted: false,
             plans: PlanCache::new(1),
         }
     }
@@ -84,6 +87,9 @@ impl Chunks {
                 },
             );
         };
+        if self.is_interrupted {
+            return Err(Error::Interrupted);
+        }
         let is_alone = self.next == Place::First && rest == Rest::Nothing;
         if !is_alone && !self.is_allocated {
             // A later chunk has all that goes from chunk to chunk: recording it tells the sizes.
@@ -97,8 +103,10 @@ impl Chunks {
             .plans
             .get_or_build(place, backend, |g| record(place, memory, g))?;
         plan.set("chunk", values)?;
+        self.is_interrupted = true;
         plan.run(backend, cancel)?;
         let result = plan.read("result")?;
+        self.is_interrupted = false;
         self.next = match place {
             Place::First => Place::Second,
             Place::Second | Place::Later => Place::Later,
@@ -121,8 +129,9 @@ impl<'v> Decoding<'v> {
     /// values from -1 to 1.
     ///
     /// # Errors
-    /// [`Error::Clip`] for a wrong number of values, or for a second frame where the VAE is for pictures alone; and the
-    /// engine's. After an error of the engine the same frame may be given again.
+    /// [`Error::Clip`] for a wrong number of values, or for a second frame where the VAE is for pictures alone;
+    /// [`Error::Interrupted`] after a chunk that was cancelled or failed while it was computed; and the engine's. When memory
+    /// ran out before that, the same frame may be given again.
     pub fn push(&mut self, backend: &mut Backend, latent: &[f32], cancel: &Cancel) -> Result<Clip> {
         self.push_one_of(backend, latent, Rest::Unknown, cancel)
     }
@@ -188,8 +197,7 @@ impl<'v> Encoding<'v> {
     /// further, give the means of one frame of latents.
     ///
     /// # Errors
-    /// [`Error::Clip`] for a wrong number of values, or for a second picture where the VAE is for pictures alone; and the
-    /// engine's. After an error of the engine the same picture may be given again.
+    /// As for [`Decoding::push`].
     pub fn push(
         &mut self,
         backend: &mut Backend,

@@ -286,6 +286,14 @@ fn wrong_sizes_are_named() {
     assert_eq!(error.to_string(), "5 latent values instead of 6");
     assert!(decoding.push(&mut backend, &[0.0; 6], &cancel).is_ok());
 
+    // What was interrupted does not go on as if it had not been.
+    let cancelled = Cancel::new();
+    cancelled.cancel();
+    let error = decoding.push(&mut backend, &[0.0; 6], &cancelled);
+    assert!(error.unwrap_err().is_cancelled());
+    let error = decoding.push(&mut backend, &[0.0; 6], &cancel);
+    assert!(matches!(error, Err(Error::Interrupted)));
+
     // One frame is all that a VAE for pictures takes.
     let mut vae = open(&folder("qwenimage21_vae_variant"));
     let two = blank(2, 6, 1, 1);
