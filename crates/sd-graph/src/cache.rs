@@ -1,25 +1,33 @@
 //! A few plans kept for the shapes that are used again.
 
+use std::sync::{Arc, Mutex};
+
 use sd_backend::Backend;
 
+use crate::acquire::Pool;
 use crate::error::Result;
 use crate::graph::Graph;
 use crate::plan::Plan;
 
 /// Plans by the shapes they were built for. Equal shapes share a plan; beyond its room the plan used longest ago goes.
+///
+/// Plans of one cache share weights that come and go, if they need the same ones in the same order.
 #[derive(Debug)]
 pub struct PlanCache<K> {
     // The most recently used is last.
     plans: Vec<(K, Plan)>,
     room: usize,
+    pool: Arc<Mutex<Pool>>,
 }
 
 impl<K: PartialEq> PlanCache<K> {
     /// A cache for up to `room` plans, at least one.
     pub fn new(room: usize) -> PlanCache<K> {
+        let room = room.max(1);
         PlanCache {
             plans: Vec::new(),
-            room: room.max(1),
+            room,
+            pool: Arc::new(Mutex::new(Pool::new(room))),
         }
     }
 
@@ -35,29 +43,85 @@ impl<K: PartialEq> PlanCache<K> {
         backend: &Backend,
         build: impl for<'g> Fn(Graph<'g>),
     ) -> Result<&mut Plan> {
-        let index = match self.plans.iter().position(|(known, _)| *known == key) {
+        let index = self.ensure(key, self.room, backend, |_, g| build(g))?;
+        Ok(&mut self.plans[index].1)
+    }
+
+    /// The plans for all `keys`, which differ, in their order, to be [run together](Plan::run_together).
+    ///
+    /// If memory runs out while building, all plans are given up and it is tried once more.
+    ///
+    /// # Errors
+    /// Those of [`Plan::build`].
+    pub fn get_or_build_all(
+        &mut self,
+        keys: &[K],
+        backend: &Backend,
+        build: impl for<'g> Fn(&K, Graph<'g>),
+    ) -> Result<Vec<&mut Plan>>
+    where
+        K: Clone,
+    {
+        let room = self.room.max(keys.len());
+        let ensure_all = |cache: &mut PlanCache<K>| {
+            keys.iter().try_for_each(|key| {
+                cache
+                    .ensure(key.clone(), room, backend, |key, g| build(key, g))
+                    .map(drop)
+            })
+        };
+        let is_complete = |cache: &PlanCache<K>| {
+            keys.iter()
+                .all(|key| cache.plans.iter().any(|p| p.0 == *key))
+        };
+        ensure_all(self)?;
+        if !is_complete(self) {
+            // Memory ran out for a later one, and the earlier ones were given up for it.
+            self.plans.clear();
+            ensure_all(self)?;
+        }
+        let mut found: Vec<(usize, &mut Plan)> = self
+            .plans
+            .iter_mut()
+            .filter_map(|(known, plan)| {
+                let position = keys.iter().position(|key| key == known)?;
+                Some((position, plan))
+            })
+            .collect();
+        found.sort_by_key(|(position, _)| *position);
+        Ok(found.into_iter().map(|(_, plan)| plan).collect())
+    }
+
+    /// Where the plan for `key` is, as the most recently used of at most `room`.
+    fn ensure(
+        &mut self,
+        key: K,
+        room: usize,
+        backend: &Backend,
+        build: impl for<'g> Fn(&K, Graph<'g>),
+    ) -> Result<usize> {
+        match self.plans.iter().position(|(known, _)| *known == key) {
             Some(index) => {
                 let entry = self.plans.remove(index);
                 self.plans.push(entry);
-                self.plans.len() - 1
             }
             None => {
-                while self.plans.len() >= self.room {
+                while self.plans.len() >= room {
                     self.plans.remove(0);
                 }
-                let plan = match Plan::build(backend, &build) {
+                let built = Plan::build_in(&self.pool, backend, |g| build(&key, g));
+                let plan = match built {
                     Err(error) if error.is_out_of_memory() && !self.plans.is_empty() => {
                         tracing::warn!("{error}; giving up {} idle plans", self.plans.len());
                         self.plans.clear();
-                        Plan::build(backend, &build)?
+                        Plan::build_in(&self.pool, backend, |g| build(&key, g))?
                     }
                     other => other?,
                 };
                 self.plans.push((key, plan));
-                self.plans.len() - 1
             }
-        };
-        Ok(&mut self.plans[index].1)
+        }
+        Ok(self.plans.len() - 1)
     }
 
     /// Bytes that all plans hold for what they compute.

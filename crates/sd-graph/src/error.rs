@@ -24,6 +24,14 @@ pub enum Error {
     /// A device failed, memory ran out, or the run was cancelled.
     #[error(transparent)]
     Backend(#[from] sd_backend::Error),
+    /// Memory does not suffice for a graph however it is cut and whatever of its weights comes and goes.
+    #[error("{source}; the graph runs in {} at least", sd_backend::Bytes(*smallest))]
+    TooLittleMemory {
+        /// What was refused.
+        source: sd_backend::Error,
+        /// Bytes of the device's memory that would do, weights included, beside what others hold.
+        smallest: u64,
+    },
     /// The device lacks an operation.
     #[error("device {device} cannot run the operation {operation}")]
     Unsupported {
@@ -97,7 +105,10 @@ pub enum Error {
 impl Error {
     /// Whether this is memory that ran out, the only failure that may be tried again with less.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Error::Backend(sd_backend::Error::OutOfMemory { .. }))
+        let (Error::Backend(source) | Error::TooLittleMemory { source, .. }) = self else {
+            return false;
+        };
+        matches!(source, sd_backend::Error::OutOfMemory { .. })
     }
 
     /// Whether the run was cancelled by its caller.

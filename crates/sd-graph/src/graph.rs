@@ -58,6 +58,10 @@ pub struct GraphError {
 pub(crate) struct TensorId(u32);
 
 impl TensorId {
+    pub(crate) fn new(index: usize) -> TensorId {
+        TensorId(index as u32)
+    }
+
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
@@ -79,6 +83,13 @@ pub(crate) struct Named {
     pub tensor: TensorId,
 }
 
+/// A place where a graph may be cut: a tensor that is kept for what comes after, and the group it belongs to.
+#[derive(Debug, Clone)]
+pub(crate) struct Cut {
+    pub group: String,
+    pub tensor: TensorId,
+}
+
 /// Everything that was recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
@@ -90,6 +101,8 @@ pub(crate) struct Recording {
     /// States that the graph reads or writes, and values that go into them at the end of a run.
     pub states: Vec<State>,
     pub kept: Vec<(TensorId, TensorId)>,
+    /// At most one for each tensor.
+    pub cuts: Vec<Cut>,
     pub error: Option<GraphError>,
     /// Row numbers that an input may hold are below this; ggml aborts on others.
     pub index_limits: HashMap<TensorId, usize>,
@@ -383,6 +396,22 @@ impl<'g> Graph<'g> {
 }
 
 impl<'g> Tensor<'g> {
+    /// Marks a place where the graph may be cut, so that it runs in pieces where memory does not suffice for the whole:
+    /// everything that `group` names is computed in one piece, and this tensor is what later pieces need of it. Groups
+    /// run in the order in which they were first marked. The result is the same however a graph is cut.
+    ///
+    /// A tensor belongs to one group; the last mark counts.
+    pub fn cut(self, group: &str) -> Tensor<'g> {
+        let mut recording = self.graph.recording.borrow_mut();
+        recording.cuts.retain(|cut| cut.tensor != self.id);
+        recording.cuts.push(Cut {
+            group: group.to_owned(),
+            tensor: self.id,
+        });
+        drop(recording);
+        self
+    }
+
     /// The shape, outermost first.
     pub fn shape(self) -> Shape {
         self.graph.recording.borrow().node(self.id).shape

@@ -23,10 +23,12 @@
 //! # Ok(()) }
 //! ```
 
+mod acquire;
 mod cache;
 mod checkpoint;
 mod convert;
 mod error;
+mod form;
 mod graph;
 mod load;
 mod load_plan;
@@ -36,13 +38,20 @@ mod ops;
 mod param;
 mod plan;
 mod raw;
+mod ring;
 mod run;
+mod running;
 mod scope;
+mod segment;
 pub mod shape;
+mod slots;
 mod small_floats;
 mod state;
+mod stream;
+mod transfer;
 mod weight_types;
 mod weights;
+mod workspace;
 
 pub use cache::PlanCache;
 pub use checkpoint::{Checkpoint, CheckpointError, StoredType, TensorInfo, UnknownStoredType};
@@ -54,8 +63,8 @@ pub use load_plan::{LoadCost, LoadPlan};
 pub use op::Pairing;
 pub use ops::FrameConv;
 pub use param::Param;
-pub use plan::{Estimate, Plan};
-pub use run::{Cancel, Progress, Reporter};
+pub use plan::{Estimate, Plan, Segmentation};
+pub use run::{Cancel, Progress, Reporter, RunReport};
 pub use scope::{Declarations, Mismatch, Scope};
 pub use shape::Shape;
 pub use state::State;

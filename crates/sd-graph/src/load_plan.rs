@@ -165,7 +165,7 @@ impl<'a> LoadPlan<'a> {
     }
 }
 
-fn step(checkpoint: &Checkpoint, param: &Param, device: Device) -> Result<Step> {
+pub(crate) fn step(checkpoint: &Checkpoint, param: &Param, device: Device) -> Result<Step> {
     let not_declared = || Error::NotDeclared {
         name: param.name().to_owned(),
     };

@@ -7,53 +7,71 @@
 use sd_backend::{Backend, DeviceKind};
 use sd_ggml_sys as sys;
 
-use crate::graph::{Node, Recording};
+use crate::graph::{Node, Recording, TensorId};
 use crate::op::{Binary, Norm, Op, Pairing, Unary};
 use crate::raw::{Arena, ArenaFull, RawTensor};
+use crate::segment::Segment;
 
 /// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
 const TENSORS_PER_OPERATION: usize = 16;
 
-/// A graph in ggml's form, not yet in memory.
+/// A segment in ggml's form, not yet in memory.
 #[derive(Debug)]
 pub(crate) struct Lowered {
     _arena: Arena,
     pub graph: *mut sys::ggml_cgraph,
-    /// One per recorded node.
-    pub tensors: Vec<RawTensor>,
-    /// One per recorded output; never a view, so that it can be read in one piece.
+    /// Inputs, constants, parameters and what is taken from other segments.
+    pub leaves: Vec<(TensorId, RawTensor)>,
+    /// What later segments need; never a view, so that it can be put where it is kept.
+    pub kept: Vec<(TensorId, RawTensor)>,
+    /// One per recorded output if the segment computes them; never a view, so that it can be read in one piece.
     pub outputs: Vec<RawTensor>,
 }
 
 // SAFETY: all pointers lead into the arena, which is owned and may be sent.
 unsafe impl Send for Lowered {}
 
-/// Puts a recording into ggml's form for `backend`.
-pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered, ArenaFull> {
-    let capacity = recording.nodes.len() * TENSORS_PER_OPERATION
-        + recording.outputs.len() * 2
-        + recording.kept.len() * 4;
+impl Lowered {
+    /// Operations in ggml's graph.
+    pub(crate) fn nodes(&self) -> usize {
+        // SAFETY: the graph is live.
+        unsafe { sys::ggml_graph_n_nodes(self.graph) as usize }
+    }
+}
+
+/// Puts a segment of a recording into ggml's form for `backend`.
+pub(crate) fn lower(
+    recording: &Recording,
+    segment: &Segment,
+    backend: &Backend,
+) -> Result<Lowered, ArenaFull> {
+    let named = segment.keeps.len() + recording.outputs.len();
+    let capacity =
+        segment.nodes.len() * TENSORS_PER_OPERATION + named * 2 + recording.kept.len() * 4;
     let arena = Arena::new(capacity, true)?;
-    let mut tensors: Vec<RawTensor> = Vec::with_capacity(recording.nodes.len());
-    for node in &recording.nodes {
-        let lowered = match node.op {
-            Op::Input | Op::Constant(_) | Op::Param(_) => arena.tensor(node.dtype, node.shape)?,
-            _ => {
-                arena.take(TENSORS_PER_OPERATION)?;
-                let sources: Vec<RawTensor> =
-                    node.sources.iter().map(|id| tensors[id.index()]).collect();
-                Lowering {
-                    arena: &arena,
-                    backend,
-                }
-                .operation(node, &sources)?
+    let mut tensors: Vec<Option<RawTensor>> = vec![None; recording.nodes.len()];
+    let mut leaves = Vec::new();
+    for &id in &segment.nodes {
+        let node = recording.node(id);
+        let lowered = if node.op.is_leaf() || segment.takes.binary_search(&id).is_ok() {
+            let leaf = arena.tensor(node.dtype, node.shape)?;
+            leaves.push((id, leaf));
+            leaf
+        } else {
+            arena.take(TENSORS_PER_OPERATION)?;
+            let sources: Option<Vec<RawTensor>> =
+                node.sources.iter().map(|id| tensors[id.index()]).collect();
+            Lowering {
+                arena: &arena,
+                backend,
             }
+            .operation(node, &sources.ok_or(ArenaFull)?)?
         };
         if node.op == Op::Input {
             // SAFETY: the tensor was just made in the live arena.
             unsafe { sys::ggml_set_input(lowered.as_ptr()) };
         }
-        tensors.push(lowered);
+        tensors[id.index()] = Some(lowered);
     }
 
     // SAFETY: the arena was sized for one graph of this many nodes and is live.
@@ -61,9 +79,8 @@ pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered,
     if graph.is_null() {
         return Err(ArenaFull);
     }
-    let mut outputs = Vec::with_capacity(recording.outputs.len());
-    for output in &recording.outputs {
-        let mut tensor = tensors[output.tensor.index()];
+    let result = |id: TensorId| -> Result<RawTensor, ArenaFull> {
+        let mut tensor = tensors[id.index()].ok_or(ArenaFull)?;
         // SAFETY: all tensors are live; a copy needs one more, which `capacity` holds; the graph holds `capacity` nodes.
         unsafe {
             let is_leaf = tensor.as_ref().op == sys::GGML_OP_NONE;
@@ -74,14 +91,23 @@ pub(crate) fn lower(recording: &Recording, backend: &Backend) -> Result<Lowered,
             sys::ggml_set_output(tensor.as_ptr());
             sys::ggml_build_forward_expand(graph, tensor.as_ptr());
         }
-        outputs.push(tensor);
+        Ok(tensor)
+    };
+    let keep = |&id: &TensorId| Ok((id, result(id)?));
+    let kept = segment.keeps.iter().map(keep).collect::<Result<_, _>>()?;
+    let outputs = match segment.is_last {
+        true => recording.outputs.iter().map(|o| result(o.tensor)).collect(),
+        false => Ok(Vec::new()),
+    }?;
+    if segment.is_last {
+        lower_kept(recording, &arena, graph, &tensors)?;
     }
-    lower_kept(recording, &arena, graph, &tensors)?;
     Ok(Lowered {
-        _arena: arena,
         graph,
-        tensors,
+        leaves,
+        kept,
         outputs,
+        _arena: arena,
     })
 }
 
@@ -91,11 +117,12 @@ fn lower_kept(
     recording: &Recording,
     arena: &Arena,
     graph: *mut sys::ggml_cgraph,
-    tensors: &[RawTensor],
+    tensors: &[Option<RawTensor>],
 ) -> Result<(), ArenaFull> {
     let mut writes = Vec::with_capacity(recording.kept.len());
     for &(state, value) in &recording.kept {
-        let (state, mut value) = (tensors[state.index()], tensors[value.index()]);
+        let at = |id: TensorId| tensors[id.index()].ok_or(ArenaFull);
+        let (state, mut value) = (at(state)?, at(value)?);
         // SAFETY: all tensors are live and the graph holds their nodes (`capacity` in `lower`); room is taken first.
         unsafe {
             // A view may be one of the state itself, which is about to be overwritten.

@@ -55,6 +55,23 @@ pub(crate) enum Op {
     Cast,
 }
 
+impl Op {
+    /// Whether its value is there before anything is computed.
+    pub(crate) fn is_leaf(&self) -> bool {
+        matches!(self, Op::Input | Op::Constant(_) | Op::Param(_))
+    }
+
+    /// Whether it shows its operand's memory in another way, and costs nothing.
+    pub(crate) fn is_view(&self) -> bool {
+        matches!(self, Op::Reshape | Op::Permute { .. } | Op::Slice { .. })
+    }
+
+    /// Whether its work grows faster than its result.
+    pub(crate) fn is_product(&self) -> bool {
+        matches!(self, Op::MatMul | Op::Attention { .. } | Op::Conv2d { .. })
+    }
+}
+
 /// Which channels are turned together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pairing {

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use sd_backend::{Buffer, DType};
 
+use crate::checkpoint::Checkpoint;
 use crate::shape::Shape;
 
 /// A parameter of a model: a name, a shape, a type and, once loaded, a place in memory. A cheap shared handle.
@@ -18,6 +19,16 @@ struct Inner {
     shape: Shape,
     dtype: DType,
     place: RwLock<Option<Place>>,
+    home: RwLock<Option<Home>>,
+}
+
+/// Where a parameter's values can be had from while they are not in the memory of the device that computes.
+#[derive(Debug, Clone)]
+pub(crate) enum Home {
+    /// In the host's memory, as the device wants them.
+    Host(Place),
+    /// In their file.
+    File(Checkpoint),
 }
 
 /// Where a loaded parameter lies.
@@ -34,6 +45,7 @@ impl Param {
             shape,
             dtype,
             place: RwLock::default(),
+            home: RwLock::default(),
         }))
     }
 
@@ -78,6 +90,20 @@ impl Param {
     /// Says where it lies, or that it no longer is in memory.
     pub(crate) fn set_place(&self, place: Option<Place>) {
         *self.0.place.write().unwrap_or_else(PoisonError::into_inner) = place;
+    }
+
+    /// Where its values can be had from when they are not in memory.
+    pub(crate) fn home(&self) -> Option<Home> {
+        self.0
+            .home
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Says where its values can be had from.
+    pub(crate) fn set_home(&self, home: Option<Home>) {
+        *self.0.home.write().unwrap_or_else(PoisonError::into_inner) = home;
     }
 
     /// Tells one parameter from another, whatever their names.

@@ -1,34 +1,37 @@
-//! Plans: a graph of fixed shapes, in memory, ready to run many times. One of the places with `unsafe` in it.
+//! Plans: a graph of fixed shapes, in memory, ready to run many times.
 
-use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use sd_backend::{Backend, Buffer, Device, MemoryKind, Reservation};
-use sd_ggml_sys as sys;
+use sd_backend::{Backend, Device};
 
+use crate::acquire::{Pool, SharedStream, acquire};
 use crate::error::{Error, Result};
-use crate::graph::{Element, Graph, Recording, TensorId, check_index};
-use crate::load::bind;
-use crate::lower::{Lowered, lower, unsupported};
-use crate::op::Op;
-use crate::param::Place;
-use crate::raw::{RawTensor, bytes_on};
-use crate::run::Cancel;
+use crate::form::{Draft, Form};
+use crate::graph::{Element, Graph, Named, Recording, TensorId, check_index};
+use crate::param::Param;
+use crate::ring::Ring;
+use crate::run::{Cancel, Reporter, RunReport};
+use crate::running;
+use crate::segment::{Partition, Segment};
+use crate::stream::sizes;
 
 /// A graph that was built, checked and allocated once. Only its inputs change from run to run.
+///
+/// A graph with [cuts](crate::Tensor::cut) runs in one piece where memory suffices for that when the plan is built, else
+/// in segments, else in segments whose weights come and go. The numbers are the same.
 #[derive(Debug)]
 pub struct Plan {
-    // Field order is drop order: ggml's allocator frees memory that tensors of the graph point into, nothing reads it.
-    lowered: Lowered,
-    allocator: Allocator,
-    _constants: Option<Arc<Buffer>>,
-    /// The memory of the parameters, which may be unloaded meanwhile.
-    _weights: Vec<Arc<Buffer>>,
-    _compute: Reservation,
-    recording: Recording,
+    // Field order is drop order: graphs go before the weights that they point to.
+    pub(crate) form: Option<Form>,
+    pub(crate) stream: Option<SharedStream>,
+    pool: Arc<Mutex<Pool>>,
+    pub(crate) recording: Recording,
+    partition: Partition,
+    /// One per input: the values of the next run.
+    pub(crate) values: Vec<Vec<u8>>,
     /// One per input: whether it was set since the last run.
-    is_set: Vec<bool>,
-    has_run: bool,
+    pub(crate) is_set: Vec<bool>,
+    pub(crate) has_run: bool,
     device: Device,
 }
 
@@ -44,70 +47,101 @@ pub struct Estimate {
     pub compute_bytes: u64,
     /// Bytes of constants kept with the plan.
     pub constant_bytes: u64,
+    /// Segments that it can run in: 1 for a graph without cuts.
+    pub segments: usize,
+    /// As `compute_bytes`, if it runs in segments.
+    pub segmented_bytes: u64,
+    /// The least bytes in which its parameters can come and go while it runs in segments.
+    pub streamed_weight_bytes: u64,
 }
 
-#[derive(Debug)]
-struct Allocator(NonNull<sys::ggml_gallocr>);
+/// How a plan runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Segmentation {
+    /// Names of the segments in the order in which they run: the groups of the cuts, and the final one. A graph in one
+    /// piece has only that.
+    pub segments: Vec<String>,
+    /// Tensors that several segments use and that are kept although nobody marked them.
+    pub added_cuts: usize,
+    /// Tensors that are computed again by a segment, since that is cheaper than keeping them.
+    pub recomputed: usize,
+    /// Whether weights come and go while it runs.
+    pub is_streamed: bool,
+}
 
-// SAFETY: ggml's graph allocator has no thread affinity.
-unsafe impl Send for Allocator {}
+/// The pieces of a recording. Pieces that are wrong, which is a mistake of ours, are not run: the graph has one then.
+fn partition(recording: &Recording) -> Partition {
+    Partition::of(recording).unwrap_or_else(|mistake| {
+        debug_assert!(false, "{mistake}");
+        tracing::warn!("a graph runs in one piece: {mistake}");
+        Partition::whole(recording)
+    })
+}
 
 impl Plan {
     /// Builds the graph that `build` records and allocates it on the device of `backend`.
     ///
     /// # Errors
     /// [`Error::Graph`] with the first mistake in it, [`Error::NotLoaded`], [`Error::WrongDevice`],
-    /// [`Error::Unsupported`], or [`Error::Backend`] when memory runs out (nothing stays allocated).
+    /// [`Error::Unsupported`], or when memory runs out (nothing stays allocated) [`Error::TooLittleMemory`] or
+    /// [`Error::Backend`].
     pub fn build(backend: &Backend, build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Plan> {
-        let device = backend.device();
-        let recording = Recording::of(build)?;
-        let mut places = Vec::with_capacity(recording.params.len());
-        for param in &recording.params {
-            let Some(place) = param.place() else {
-                return Err(Error::NotLoaded {
-                    name: param.name().to_owned(),
-                });
-            };
-            if place.buffer.device() != device {
-                return Err(Error::WrongDevice {
-                    what: param.name().to_owned(),
-                    found: place.buffer.device().name(),
-                    wanted: device.name(),
-                });
-            }
-            places.push(place);
-        }
-        let lowered = lower(&recording, backend).map_err(|_| backend.out_of_memory(0))?;
-        bind_params(&recording, &places, &lowered, backend)?;
-        let constants = place_constants(&recording, &lowered, backend)?;
-        if let Some(operation) = unsupported(&lowered, backend) {
-            return Err(Error::Unsupported {
-                device: device.name(),
-                operation,
-            });
-        }
+        Plan::build_in(&Arc::new(Mutex::new(Pool::new(1))), backend, build)
+    }
 
-        let needed = Allocator::measure(backend, &lowered)?;
-        let reservation = backend
-            .ledger()
-            .reserve(device, needed as u64, MemoryKind::Compute)?;
-        let allocator = Allocator::new(backend)?;
-        // SAFETY: the graph and the allocator are live; refusal is `false`.
-        if !unsafe { sys::ggml_gallocr_alloc_graph(allocator.0.as_ptr(), lowered.graph) } {
-            return Err(backend.out_of_memory(needed as u64).into());
-        }
-        let is_set = vec![false; recording.inputs.len()];
-        Ok(Plan {
-            lowered,
-            allocator,
-            _constants: constants,
-            _weights: buffers_of(places),
-            _compute: reservation,
+    /// As [`Plan::build`], but in segments even where the whole would fit: where a device cannot stop within a graph, a
+    /// run can be cancelled between segments, and tells of each.
+    ///
+    /// # Errors
+    /// Those of [`Plan::build`].
+    pub fn build_in_segments(
+        backend: &Backend,
+        build: impl for<'g> FnOnce(Graph<'g>),
+    ) -> Result<Plan> {
+        let pool = Pool::new(1).always_cut();
+        Plan::build_in(&Arc::new(Mutex::new(pool)), backend, build)
+    }
+
+    /// As [`Plan::build`], sharing weights that come and go with other plans of `pool`.
+    pub(crate) fn build_in(
+        pool: &Arc<Mutex<Pool>>,
+        backend: &Backend,
+        build: impl for<'g> FnOnce(Graph<'g>),
+    ) -> Result<Plan> {
+        let recording = Recording::of(build)?;
+        let mut plan = Plan {
+            form: None,
+            stream: None,
+            pool: Arc::clone(pool),
+            partition: partition(&recording),
+            values: vec![Vec::new(); recording.inputs.len()],
+            is_set: vec![false; recording.inputs.len()],
             recording,
-            is_set,
             has_run: false,
-            device,
-        })
+            device: backend.device(),
+        };
+        plan.acquire(backend, &Cancel::new())?;
+        Ok(plan)
+    }
+
+    /// Takes memory, if it has none: for the whole graph if that fits now, else for its segments.
+    pub(crate) fn acquire(&mut self, backend: &Backend, cancel: &Cancel) -> Result<()> {
+        if self.form.is_none() {
+            let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+            let (recording, partition) = (&self.recording, &self.partition);
+            let (form, stream) = acquire(recording, partition, &mut pool, backend, cancel)?;
+            self.form = Some(form);
+            self.stream = stream;
+        }
+        Ok(())
+    }
+
+    /// Gives all memory of the device back. The next run takes it again, and decides anew how the graph runs.
+    pub fn release(&mut self) {
+        self.form = None;
+        self.stream = None;
+        self.has_run = false;
     }
 
     /// Gives an input its values for the next run, innermost dimension fastest.
@@ -125,29 +159,49 @@ impl Plan {
                 reason: format!("holds {reason}"),
             })?;
         }
-        let tensor = self.lowered.tensors[id.index()];
-        // SAFETY: the tensor is live; if the graph uses it, it lies in a buffer with room for all its bytes, which are
-        // as many as `values` has (checked above).
-        unsafe {
-            if !tensor.as_ref().buffer.is_null() {
-                sys::ggml_backend_tensor_set(
-                    tensor.as_ptr(),
-                    bytes.as_ptr().cast(),
-                    0,
-                    bytes.len(),
-                );
-            }
-        }
+        self.values[index].clear();
+        self.values[index].extend_from_slice(bytes);
         self.is_set[index] = true;
         Ok(())
     }
 
-    /// Computes all outputs. Inputs are used up: each must be set again before the next run, since ggml reuses their
-    /// memory.
+    /// Computes all outputs. Inputs are used up: each must be set again before the next run.
     ///
     /// # Errors
     /// [`Error::InputNotSet`], [`Error::WrongDevice`], or [`Error::Backend`]. After an error the plan can be run again.
-    pub fn run(&mut self, backend: &mut Backend, cancel: &Cancel) -> Result<()> {
+    pub fn run(&mut self, backend: &mut Backend, cancel: &Cancel) -> Result<RunReport> {
+        self.run_with(backend, cancel, &mut |_: &crate::Progress| {})
+    }
+
+    /// As [`Plan::run`], telling of every segment that is done.
+    ///
+    /// # Errors
+    /// Those of [`Plan::run`].
+    pub fn run_with(
+        &mut self,
+        backend: &mut Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<RunReport> {
+        running::run(&mut [self], backend, cancel, progress)
+    }
+
+    /// Runs several plans as one: segment by segment, each plan's in turn, so that weights that come and go do so once
+    /// for all of them. Plans of different segments or weights run one after the other.
+    ///
+    /// # Errors
+    /// Those of [`Plan::run`] of any of them.
+    pub fn run_together(
+        plans: &mut [&mut Plan],
+        backend: &mut Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<RunReport> {
+        running::run(plans, backend, cancel, progress)
+    }
+
+    /// Refuses to run on another device or without inputs.
+    pub(crate) fn check(&self, backend: &Backend) -> Result<()> {
         if backend.device() != self.device {
             return Err(Error::WrongDevice {
                 what: "the backend".to_owned(),
@@ -155,21 +209,12 @@ impl Plan {
                 wanted: self.device.name(),
             });
         }
-        if let Some(index) = self.is_set.iter().position(|is_set| !is_set) {
-            return Err(Error::InputNotSet {
+        match self.is_set.iter().position(|is_set| !is_set) {
+            Some(index) => Err(Error::InputNotSet {
                 name: self.recording.inputs[index].name.clone(),
-            });
+            }),
+            None => Ok(()),
         }
-        cancel.check()?;
-        self.is_set.fill(false);
-        self.has_run = false;
-        // Nobody else may read or write the states meanwhile.
-        let _alone = crate::state::lock(&self.recording.states);
-        // SAFETY: all tensors of the graph were allocated or bound on this device when the plan was built and are kept
-        // by it, and all its operations were found to be supported.
-        unsafe { backend.compute(self.lowered.graph, Some(cancel.flag())) }?;
-        self.has_run = true;
-        Ok(())
     }
 
     /// Reads an output of the last run, innermost dimension fastest.
@@ -182,17 +227,11 @@ impl Plan {
         let node = self.recording.node(id);
         let mut values = vec![T::zeroed(); node.shape.elements()];
         check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
-        if !self.has_run {
-            return Err(Error::NotRun {
-                name: name.to_owned(),
-            });
-        }
-        let tensor = self.lowered.outputs[index];
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
-        // SAFETY: outputs are contiguous and allocated for the life of the plan; exactly their bytes are read.
-        unsafe {
-            sys::ggml_backend_tensor_get(tensor.as_ptr(), bytes.as_mut_ptr().cast(), 0, bytes.len())
-        };
+        let form = self.form.as_ref().filter(|_| self.has_run);
+        let form = form.ok_or_else(|| Error::NotRun {
+            name: name.to_owned(),
+        })?;
+        form.read(index, bytemuck::cast_slice_mut(&mut values));
         self.device.check_connection()?;
         Ok(values)
     }
@@ -206,16 +245,32 @@ impl Plan {
         Ok(self.recording.node(id).shape)
     }
 
-    /// Bytes of device memory that this plan holds for what it computes.
-    pub fn compute_bytes(&self) -> u64 {
-        // SAFETY: the allocator is live and has one buffer.
-        unsafe { sys::ggml_gallocr_get_buffer_size(self.allocator.0.as_ptr(), 0) as u64 }
+    /// How it runs now; as it could at most be cut while it holds no memory.
+    pub fn segmentation(&self) -> Segmentation {
+        let whole = self.form.as_ref().is_some_and(|form| form.len() == 1);
+        let names = self.partition.segments.iter().map(|s| s.name.clone());
+        Segmentation {
+            segments: match &self.form {
+                Some(form) => form.names().to_vec(),
+                None => names.collect(),
+            },
+            added_cuts: if whole { 0 } else { self.partition.added_cuts },
+            recomputed: if whole { 0 } else { self.partition.recomputed },
+            is_streamed: self.stream.as_ref().is_some_and(|stream| {
+                let stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
+                !stream.is_resident()
+            }),
+        }
     }
 
-    /// Operations in ggml's graph.
+    /// Bytes of device memory that this plan holds for what it computes.
+    pub fn compute_bytes(&self) -> u64 {
+        self.form.as_ref().map_or(0, Form::compute_bytes)
+    }
+
+    /// Operations in ggml's graphs.
     pub fn nodes(&self) -> usize {
-        // SAFETY: the graph is live.
-        unsafe { sys::ggml_graph_n_nodes(self.lowered.graph) as usize }
+        self.form.as_ref().map_or(0, Form::nodes)
     }
 }
 
@@ -228,158 +283,42 @@ impl Estimate {
     pub fn of(backend: &Backend, build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Estimate> {
         let device = backend.device();
         let recording = Recording::of(build)?;
-        let lowered = lower(&recording, backend).map_err(|_| backend.out_of_memory(0))?;
-        for (node, tensor) in recording.nodes.iter().zip(&lowered.tensors) {
-            if matches!(node.op, Op::Param(_) | Op::Constant(_)) {
-                // SAFETY: the tensor is live. The allocator takes every tensor with an address as placed elsewhere; it
-                // never follows the address, and this graph is never run.
-                unsafe { (*tensor.as_ptr()).data = NonNull::<u128>::dangling().as_ptr().cast() };
-            }
-        }
-        if let Some(operation) = unsupported(&lowered, backend) {
-            return Err(Error::Unsupported {
-                device: device.name(),
-                operation,
-            });
-        }
-        let compute_bytes = Allocator::measure(backend, &lowered)? as u64;
+        let partition = partition(&recording);
+        let whole = Draft::of(&recording, vec![Segment::whole(&recording)], backend)?;
+        let is_state = |param: &Param| {
+            let mut states = recording.states.iter();
+            states.any(|state| state.param().key() == param.key())
+        };
+        let weights = partition.params(&recording, |param| !is_state(param));
+        let weights = sizes(&weights, device)?;
+        // Without a budget nothing passes through a ring; with none at all it says what would do.
+        let largest = sd_backend::Buffer::largest(device) as u64;
+        let streamed = match Ring::lay_out(&weights, Some(0), largest) {
+            Ok(_) => 0,
+            Err(least) => least,
+        };
+        let segments = partition.segments.len();
+        let segmented_bytes = match segments {
+            1 => whole.compute_bytes(),
+            _ => Draft::of(&recording, partition.segments, backend)?.compute_bytes(),
+        };
         Ok(Estimate {
-            // SAFETY: the graph is live.
-            nodes: unsafe { sys::ggml_graph_n_nodes(lowered.graph) } as usize,
+            nodes: whole.nodes(),
             weight_bytes: recording
                 .params
                 .iter()
                 .map(|param| param.bytes() as u64)
                 .sum(),
-            compute_bytes,
-            constant_bytes: lay_out_constants(&recording, &lowered, backend)?.1 as u64,
+            compute_bytes: whole.compute_bytes(),
+            constant_bytes: whole.constant_bytes(),
+            segments,
+            segmented_bytes,
+            streamed_weight_bytes: streamed,
         })
     }
 }
 
-impl Allocator {
-    fn new(backend: &Backend) -> Result<Allocator> {
-        // SAFETY: the device and its buffer type live for ever.
-        let raw = unsafe {
-            sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(backend.device().as_ptr()))
-        };
-        NonNull::new(raw)
-            .map(Allocator)
-            .ok_or_else(|| backend.out_of_memory(0).into())
-    }
-
-    /// Bytes that the graph will need on the backend's device.
-    ///
-    /// Measured by an allocator of its own: afterwards ggml's takes its buffers for allocated and would follow null
-    /// pointers.
-    fn measure(backend: &Backend, lowered: &Lowered) -> Result<usize> {
-        let allocator = Allocator::new(backend)?;
-        let mut bytes = 0;
-        // SAFETY: graph and allocator are live; without lists of buffers every tensor goes to the one buffer, whose
-        // size is written to `bytes`.
-        unsafe {
-            sys::ggml_gallocr_reserve_n_size(
-                allocator.0.as_ptr(),
-                lowered.graph,
-                std::ptr::null(),
-                std::ptr::null(),
-                &mut bytes,
-            );
-        }
-        Ok(bytes)
-    }
-}
-
-impl Drop for Allocator {
-    fn drop(&mut self) {
-        // SAFETY: the allocator is live and nobody else frees it.
-        unsafe { sys::ggml_gallocr_free(self.0.as_ptr()) };
-    }
-}
-
-/// Points the graph's leaves for parameters to `places`, where these lie.
-fn bind_params(
-    recording: &Recording,
-    places: &[Place],
-    lowered: &Lowered,
-    backend: &Backend,
-) -> Result<()> {
-    for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
-        let Op::Param(index) = node.op else { continue };
-        bind(tensor, &places[index], backend)?;
-    }
-    Ok(())
-}
-
-/// Each buffer among `places` once.
-fn buffers_of(places: Vec<Place>) -> Vec<Arc<Buffer>> {
-    let mut buffers: Vec<Arc<Buffer>> = places.into_iter().map(|place| place.buffer).collect();
-    buffers.sort_by_key(Arc::as_ptr);
-    buffers.dedup_by(|one, other| Arc::ptr_eq(one, other));
-    buffers
-}
-
-/// The constants of a graph as leaf, values and offset in one buffer, and the bytes of that buffer.
-type Constants<'r> = (Vec<(RawTensor, &'r [u8], usize)>, usize);
-
-fn lay_out_constants<'r>(
-    recording: &'r Recording,
-    lowered: &Lowered,
-    backend: &Backend,
-) -> Result<Constants<'r>> {
-    let alignment = Buffer::alignment(backend.device());
-    let mut total = 0_usize;
-    let mut placed = Vec::new();
-    for (node, &tensor) in recording.nodes.iter().zip(&lowered.tensors) {
-        let Op::Constant(index) = node.op else {
-            continue;
-        };
-        let bytes = recording.constants[index].as_slice();
-        placed.push((tensor, bytes, total));
-        // SAFETY: the graph's arena is alive.
-        total = unsafe { bytes_on(tensor, backend.device()) }
-            .checked_next_multiple_of(alignment)
-            .and_then(|bytes| total.checked_add(bytes))
-            .ok_or_else(|| backend.out_of_memory(u64::MAX))?;
-    }
-    Ok((placed, total))
-}
-
-/// Allocates and fills the constants of a graph.
-fn place_constants(
-    recording: &Recording,
-    lowered: &Lowered,
-    backend: &Backend,
-) -> Result<Option<Arc<Buffer>>> {
-    let (placed, total) = lay_out_constants(recording, lowered, backend)?;
-    if placed.is_empty() {
-        return Ok(None);
-    }
-    let buffer = Arc::new(Buffer::allocate(
-        backend.ledger(),
-        backend.device(),
-        total,
-        MemoryKind::Compute,
-    )?);
-    for (tensor, bytes, offset) in placed {
-        let place = Place {
-            buffer: Arc::clone(&buffer),
-            offset,
-        };
-        bind(tensor, &place, backend)?;
-        // SAFETY: the tensor was just bound to memory of its size, which is that of `bytes` (checked when recorded).
-        unsafe {
-            sys::ggml_backend_tensor_set(tensor.as_ptr(), bytes.as_ptr().cast(), 0, bytes.len())
-        };
-    }
-    Ok(Some(buffer))
-}
-
-fn find(
-    named: &[crate::graph::Named],
-    what: &'static str,
-    name: &str,
-) -> Result<(usize, TensorId)> {
+fn find(named: &[Named], what: &'static str, name: &str) -> Result<(usize, TensorId)> {
     named
         .iter()
         .position(|entry| entry.name == name)

@@ -96,3 +96,12 @@ pub(crate) unsafe fn bytes_on(tensor: RawTensor, device: Device) -> usize {
         sys::ggml_backend_buft_get_alloc_size(kind, tensor.as_ptr())
     }
 }
+
+/// Bytes that a tensor of this type and shape takes in the memory of `device`; `None` if there is no memory to describe
+/// it.
+pub(crate) fn bytes_for(dtype: DType, shape: Shape, device: Device) -> Option<usize> {
+    let arena = Arena::new(1, false).ok()?;
+    let tensor = arena.tensor(dtype, shape).ok()?;
+    // SAFETY: the arena is alive to the end of this function.
+    Some(unsafe { bytes_on(tensor, device) })
+}

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use sd_backend::Error;
+use sd_backend::{Error, Usage};
 
 /// Stops a run from outside. Clones stop the same run.
 ///
@@ -60,6 +61,15 @@ pub enum Progress {
     },
     /// A named stage has begun: `encode`, `denoise`, `decode`.
     Stage(&'static str),
+    /// A segment of a graph was computed.
+    Segment {
+        /// Segments so far.
+        done: usize,
+        /// Segments in all.
+        total: usize,
+        /// Bytes of weights that were moved to the device in this run so far.
+        bytes: u64,
+    },
     /// A step of a sampler was done.
     Step {
         /// Steps so far.
@@ -67,6 +77,25 @@ pub enum Progress {
         /// Steps in all.
         total: usize,
     },
+}
+
+/// What a run took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunReport {
+    /// Segments that were computed, those of all plans that ran together.
+    pub segments: usize,
+    /// Time in which the device computed.
+    pub computing: Duration,
+    /// Time in which it waited for weights.
+    pub waiting: Duration,
+    /// Bytes of weights that were moved to the device.
+    pub weight_bytes: u64,
+    /// Bytes of inputs that were moved to the device.
+    pub input_bytes: u64,
+    /// What was held on the device through its ledger, by kind, when the run was over. A run allocates nothing, so it was
+    /// no more meanwhile.
+    pub used: Usage,
 }
 
 /// Hears of progress, on the thread that runs. Implemented by every `FnMut(&Progress)`.

@@ -6,7 +6,7 @@ use sd_backend::{Backend, DType, MemoryKind};
 use sd_ggml_sys as sys;
 
 use crate::error::Result;
-use crate::load::allocate_as;
+use crate::load::allocate;
 use crate::param::Param;
 use crate::raw::{Arena, bytes_on};
 use crate::shape::Shape;
@@ -66,7 +66,7 @@ impl State {
             // SAFETY: the arena is alive to the end of this function.
             sizes.push(unsafe { bytes_on(tensor, backend.device()) });
         }
-        let places = allocate_as(backend, MemoryKind::Cache, sizes.into_iter())?;
+        let places = allocate(backend, sizes.into_iter(), MemoryKind::Cache)?;
         for (state, place) in states.into_iter().zip(places) {
             if place.offset == 0 {
                 // SAFETY: the buffer was just made and nobody else knows it.

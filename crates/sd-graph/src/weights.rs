@@ -1,17 +1,17 @@
-//! The parameters of one part of a model, which may come and go. One of the places of this crate with `unsafe` in it.
+//! The parameters of one part of a model, which may come and go.
 
 use std::fmt;
 
-use sd_backend::{Backend, BackendOptions, Device, Mapping, Residence};
-use sd_ggml_sys as sys;
+use sd_backend::{Backend, BackendOptions, Device, Mapping, MemoryKind, Residence};
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::load::{LoadReport, allocate, bind, unload};
+use crate::error::Result;
+use crate::load::{LoadReport, allocate, unload};
 use crate::load_plan::{LoadCost, LoadPlan};
-use crate::param::{Param, Place};
-use crate::raw::{Arena, bytes_on};
+use crate::param::{Home, Param, Place};
+use crate::raw::{Arena, bytes_for};
 use crate::run::{Cancel, Progress, Reporter};
+use crate::transfer::Target;
 
 /// The parameters that a part of a model declared against a checkpoint, and where they live while it does not run.
 pub struct Weights {
@@ -19,6 +19,7 @@ pub struct Weights {
     params: Vec<Param>,
     residence: Residence,
     mapping: Mapping,
+    is_streamed: bool,
     /// With [`Residence::Host`]: where each lies in the host's memory.
     on_host: Vec<Place>,
     /// Bytes of the device's memory that they take now.
@@ -34,6 +35,7 @@ impl Weights {
             params,
             residence: Residence::Device,
             mapping: Mapping::Auto,
+            is_streamed: false,
             on_host: Vec::new(),
             on_device: 0,
         }
@@ -44,9 +46,24 @@ impl Weights {
     pub fn live(&mut self, residence: Residence, mapping: Mapping) {
         self.unload();
         self.on_host.clear();
+        for param in &self.params {
+            param.set_home(None);
+        }
         self.checkpoint.release_mappings();
         self.residence = residence;
         self.mapping = mapping;
+        self.is_streamed = false;
+    }
+
+    /// Says whether parameters that live on the host or on the disk stay there while they are used, too: plans then keep
+    /// as many of them on the device as its memory allows, and the others come and go segment by segment.
+    pub fn stream(&mut self, is_streamed: bool) {
+        self.is_streamed = is_streamed;
+    }
+
+    /// Whether they come and go segment by segment.
+    pub fn is_streamed(&self) -> bool {
+        self.is_streamed && self.residence != Residence::Device
     }
 
     /// The parameters.
@@ -101,14 +118,23 @@ impl Weights {
                 let plan =
                     LoadPlan::new(&self.checkpoint, &self.params, host.device(), self.mapping)?;
                 let (places, report) = plan.fetch(&host, cancel, progress)?;
+                for (param, place) in self.params.iter().zip(&places) {
+                    param.set_home(Some(Home::Host(place.clone())));
+                }
                 self.on_host = places;
                 Ok(report)
             }
-            Residence::Disk => Ok(LoadReport::default()),
+            Residence::Disk => {
+                for param in &self.params {
+                    param.set_home(Some(Home::File(self.checkpoint.clone())));
+                }
+                Ok(LoadReport::default())
+            }
         }
     }
 
-    /// Makes sure that they are in the memory of the device of `backend`, for a run.
+    /// Makes sure that they are in the memory of the device of `backend`, for a run; those that are
+    /// [streamed](Weights::stream) are left to the plans.
     ///
     /// # Errors
     /// As for [`LoadPlan::load`].
@@ -118,7 +144,7 @@ impl Weights {
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<()> {
-        if self.params.iter().all(Param::is_loaded) {
+        if self.is_streamed() || self.params.iter().all(Param::is_loaded) {
             return Ok(());
         }
         match self.residence {
@@ -167,42 +193,17 @@ impl Weights {
     ) -> Result<()> {
         let no_room = |_| backend.out_of_memory(0);
         let arena = Arena::new(self.params.len(), false).map_err(no_room)?;
-        let mut tensors = Vec::with_capacity(self.params.len());
+        let mut sizes = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            tensors.push(
-                arena
-                    .tensor(param.dtype(), param.shape())
-                    .map_err(no_room)?,
-            );
+            let bytes = bytes_for(param.dtype(), param.shape(), backend.device());
+            sizes.push(bytes.ok_or_else(|| backend.out_of_memory(0))?);
         }
-        let sizes = tensors.iter().map(|&tensor| {
-            // SAFETY: the arena is alive to the end of this function.
-            unsafe { bytes_on(tensor, backend.device()) }
-        });
-        let places = allocate(backend, sizes)?;
+        let places = allocate(backend, sizes.into_iter(), MemoryKind::Weights)?;
         let mut bytes = 0;
-        for (done, (param, tensor)) in self.params.iter().zip(&tensors).enumerate() {
+        for (done, param) in self.params.iter().enumerate() {
             cancel.check()?;
-            bind(*tensor, &places[done], backend)?;
-            let from = &self.on_host[done];
-            let address = from
-                .buffer
-                .host_address()
-                .ok_or_else(|| Error::WrongDevice {
-                    what: param.name().to_owned(),
-                    found: from.buffer.device().name(),
-                    wanted: "the host".to_owned(),
-                })?;
-            // SAFETY: the parameter's bytes lie at its place in a buffer that the processor can read, which `on_host`
-            // keeps; the tensor was just bound to fresh memory with room for as many.
-            unsafe {
-                sys::ggml_backend_tensor_set(
-                    tensor.as_ptr(),
-                    address.as_ptr().add(from.offset).cast(),
-                    0,
-                    param.bytes(),
-                );
-            }
+            Target::new(&arena, param, &places[done], backend)?
+                .copy_from(&self.on_host[done], param)?;
             bytes += param.bytes() as u64;
             progress.report(&Progress::Loading {
                 done: done + 1,

@@ -20,6 +20,7 @@ mod quantized;
 mod reference;
 #[cfg(feature = "rpc")]
 mod rpc;
+mod segments;
 mod weight_types;
 
 /// The devices that everything is tested on: those of the build, and those of the libraries in the folder that the
