@@ -75,5 +75,7 @@ pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
 #[cfg(all(feature = "dynamic-backends", not(feature = "system")))]
 pub use libraries::built_backends;
 pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};
-pub use placement::{Component, DeviceChoice, Need, Placement, Residence, Seat, Wish, peak, seats};
+pub use placement::{
+    Component, DeviceChoice, Need, Placement, Residence, Seat, Streamed, Wish, peak, seats,
+};
 pub use serve::{RpcServer, RpcServerOptions};

@@ -230,6 +230,17 @@ pub struct Need {
     pub weights: u64,
     /// Bytes that it computes in, beside them.
     pub compute: u64,
+    /// The least it can run in if its parameters come and go while it runs, where it can do that.
+    pub streamed: Option<Streamed>,
+}
+
+/// What a component needs whose parameters come and go while it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Streamed {
+    /// Bytes of its parameters that have to be on the device at once.
+    pub weights: u64,
+    /// Bytes that it computes in, beside them.
+    pub compute: u64,
 }
 
 /// Where one component ended up.
@@ -242,7 +253,9 @@ pub struct Seat {
     pub device: Device,
     /// Where its parameters live.
     pub residence: Residence,
-    /// Bytes of its parameters on the device.
+    /// Whether they stay there while it runs, too, and only come to the device part by part.
+    pub is_streamed: bool,
+    /// Bytes of its parameters on the device; the least that do where they are streamed.
     pub weights: u64,
     /// Bytes that it computes in, beside them.
     pub compute: u64,
@@ -252,7 +265,8 @@ pub struct Seat {
 
 /// Decides where parameters live: diffusion first, then the text encoder, then the VAE get to stay on their device, as
 /// long as each component can still run beside what stays. Others live on the host if it has `host_spare` bytes for
-/// them, else on the disk. `available` says what may be taken of a device, if that is known.
+/// them, else on the disk. `available` says what may be taken of a device, if that is known. Where a component that does
+/// not stay cannot even run with all its parameters at once, they are streamed.
 ///
 /// What was wished for is taken as it is; whether it fits is for the caller to ask, by [`peak`].
 pub fn seats(
@@ -262,51 +276,88 @@ pub fn seats(
 ) -> Vec<Seat> {
     let mut seats: Vec<Seat> = needs
         .iter()
-        .map(|need| Seat {
-            component: need.component,
-            device: need.device,
-            residence: need.residence.unwrap_or(Residence::Disk),
-            weights: need.weights,
-            compute: need.compute,
-            reason: match need.residence {
-                Some(_) => "as asked for".to_owned(),
-                None => String::new(),
-            },
+        .map(|need| {
+            let mut seat = Seat {
+                component: need.component,
+                device: need.device,
+                residence: need.residence.unwrap_or(Residence::Disk),
+                is_streamed: false,
+                weights: need.weights,
+                compute: need.compute,
+                reason: match need.residence {
+                    Some(_) => "as asked for".to_owned(),
+                    None => String::new(),
+                },
+            };
+            seat.stream(need);
+            seat
         })
         .collect();
-    let mut order: Vec<usize> = (0..needs.len())
-        .filter(|&index| needs[index].residence.is_none())
-        .collect();
+    let mut order: Vec<usize> = (0..needs.len()).collect();
     order.sort_by_key(|&index| needs[index].component);
     for index in order {
-        let (device, weights) = (seats[index].device, seats[index].weights);
-        seats[index].residence = Residence::Device;
-        let peak = peak(&seats, device);
+        let (device, weights) = (seats[index].device, needs[index].weights);
         let left = available(device);
-        if left.is_none_or(|left| peak <= left) {
-            seats[index].reason = match left {
-                Some(left) => format!(
-                    "stays: the most that {device} has to hold is {} of {}",
-                    Bytes(peak),
-                    Bytes(left)
-                ),
-                None => format!("stays: nothing is known of what {device} has left"),
-            };
-            continue;
+        if needs[index].residence.is_none() {
+            seats[index].residence = Residence::Device;
+            seats[index].hold(&needs[index]);
+            let peak = peak(&seats, device);
+            if left.is_none_or(|left| peak <= left) {
+                seats[index].reason = match left {
+                    Some(left) => format!(
+                        "stays: the most that {device} has to hold is {} of {}",
+                        Bytes(peak),
+                        Bytes(left)
+                    ),
+                    None => format!("stays: nothing is known of what {device} has left"),
+                };
+                continue;
+            }
+            let short = Bytes(peak - left.unwrap_or(peak));
+            let fits_host = host_spare.is_some_and(|spare| weights <= spare);
+            if fits_host && device.kind() != crate::DeviceKind::Cpu {
+                host_spare = host_spare.map(|spare| spare - weights);
+                seats[index].residence = Residence::Host;
+                seats[index].reason = format!("comes and goes: {device} lacks {short} to keep it");
+            } else {
+                seats[index].residence = Residence::Disk;
+                seats[index].reason =
+                    format!("is loaded for each use: {device} lacks {short} to keep it");
+            }
         }
-        let short = Bytes(peak - left.unwrap_or(peak));
-        let fits_host = host_spare.is_some_and(|spare| weights <= spare);
-        if fits_host && device.kind() != crate::DeviceKind::Cpu {
-            host_spare = host_spare.map(|spare| spare - weights);
-            seats[index].residence = Residence::Host;
-            seats[index].reason = format!("comes and goes: {device} lacks {short} to keep it");
-        } else {
-            seats[index].residence = Residence::Disk;
-            seats[index].reason =
-                format!("is loaded for each use: {device} lacks {short} to keep it");
+        // Those that come later have to leave it that much.
+        seats[index].hold(&needs[index]);
+        let peak = peak(&seats, device);
+        if let Some(left) = left.filter(|left| peak > *left) {
+            seats[index].stream(&needs[index]);
+            if seats[index].is_streamed {
+                let short = Bytes(peak - left);
+                seats[index].reason +=
+                    &format!("; streams while it runs: {device} lacks {short} to hold it whole");
+            }
         }
     }
     seats
+}
+
+impl Seat {
+    /// Plans for all parameters at once.
+    fn hold(&mut self, need: &Need) {
+        self.is_streamed = false;
+        (self.weights, self.compute) = (need.weights, need.compute);
+    }
+
+    /// Plans for parameters that come and go while it runs, if they can, may, and need less then.
+    fn stream(&mut self, need: &Need) {
+        let Some(streamed) = need.streamed else {
+            return;
+        };
+        let is_less = streamed.weights + streamed.compute < need.weights + need.compute;
+        if is_less && self.residence != Residence::Device {
+            self.is_streamed = true;
+            (self.weights, self.compute) = (streamed.weights, streamed.compute);
+        }
+    }
 }
 
 /// The most bytes that `device` has to hold at once: everything that stays there, and the component on it that needs
@@ -388,6 +439,7 @@ mod tests {
             residence,
             weights,
             compute,
+            streamed: None,
         })
         .collect()
     }
@@ -420,6 +472,46 @@ mod tests {
             assert!(seats.iter().all(|seat| !seat.reason.is_empty()));
             assert_eq!((found, found_peak), (expected, most), "{left:?}");
         }
+    }
+
+    #[test]
+    fn what_does_not_even_fit_alone_is_streamed() {
+        let cpu = Device::cpu().unwrap();
+        let mut needs = needs(cpu, [None; 3]);
+        needs[0].streamed = Some(Streamed {
+            weights: 8,
+            compute: 6,
+        });
+        needs[1].streamed = Some(Streamed {
+            weights: 10,
+            compute: 25,
+        });
+        // Residences and streaming of diffusion and text encoder, and the peak.
+        let (stays, loaded, streamed) = (
+            (Residence::Device, false),
+            (Residence::Disk, false),
+            (Residence::Disk, true),
+        );
+        for (left, expected, most) in [
+            (210, [stays, stays], 210),
+            // The VAE needs 60 and its weights beside diffusion.
+            (170, [stays, loaded], 170),
+            // Alone, diffusion needs 120.
+            (121, [loaded, loaded], 120),
+            (119, [streamed, stays], 110),
+            (75, [streamed, loaded], 70),
+            (70, [streamed, loaded], 70),
+            // The VAE does not stream.
+            (10, [streamed, streamed], 70),
+        ] {
+            let seats = seats(&needs, |_| Some(left), None);
+            let found =
+                [1, 0].map(|index: usize| (seats[index].residence, seats[index].is_streamed));
+            assert_eq!((found, peak(&seats, cpu)), (expected, most), "{left}");
+        }
+        // Weights that are to stay are not streamed.
+        needs[1].residence = Some(Residence::Device);
+        assert!(!seats(&needs, |_| Some(10), None)[1].is_streamed);
     }
 
     #[test]

@@ -43,7 +43,21 @@ impl<K: PartialEq> PlanCache<K> {
         backend: &Backend,
         build: impl for<'g> Fn(Graph<'g>),
     ) -> Result<&mut Plan> {
-        let index = self.ensure(key, self.room, backend, |_, g| build(g))?;
+        let build = |_: &K, g: Graph<'_>| build(g);
+        let known = self.plans.iter().any(|(known, _)| *known == key);
+        let mut plan = match known {
+            true => None,
+            false => Some(self.build(&key, self.room, backend, &build)),
+        };
+        if let Some(Err(error)) = &plan
+            && error.is_out_of_memory()
+            && !self.plans.is_empty()
+        {
+            tracing::warn!("{error}; giving up {} idle plans", self.plans.len());
+            self.plans.clear();
+            plan = Some(self.build(&key, self.room, backend, &build));
+        }
+        let index = self.keep(key, plan.transpose()?);
         Ok(&mut self.plans[index].1)
     }
 
@@ -63,22 +77,13 @@ impl<K: PartialEq> PlanCache<K> {
         K: Clone,
     {
         let room = self.room.max(keys.len());
-        let ensure_all = |cache: &mut PlanCache<K>| {
-            keys.iter().try_for_each(|key| {
-                cache
-                    .ensure(key.clone(), room, backend, |key, g| build(key, g))
-                    .map(drop)
-            })
-        };
-        let is_complete = |cache: &PlanCache<K>| {
-            keys.iter()
-                .all(|key| cache.plans.iter().any(|p| p.0 == *key))
-        };
-        ensure_all(self)?;
-        if !is_complete(self) {
-            // Memory ran out for a later one, and the earlier ones were given up for it.
+        if let Err(error) = self.ensure_all(keys, room, backend, &build) {
+            if !error.is_out_of_memory() || self.plans.is_empty() {
+                return Err(error);
+            }
+            tracing::warn!("{error}; giving up {} plans", self.plans.len());
             self.plans.clear();
-            ensure_all(self)?;
+            self.ensure_all(keys, room, backend, &build)?;
         }
         let mut found: Vec<(usize, &mut Plan)> = self
             .plans
@@ -92,36 +97,53 @@ impl<K: PartialEq> PlanCache<K> {
         Ok(found.into_iter().map(|(_, plan)| plan).collect())
     }
 
-    /// Where the plan for `key` is, as the most recently used of at most `room`.
-    fn ensure(
+    fn ensure_all(
         &mut self,
-        key: K,
+        keys: &[K],
         room: usize,
         backend: &Backend,
-        build: impl for<'g> Fn(&K, Graph<'g>),
-    ) -> Result<usize> {
-        match self.plans.iter().position(|(known, _)| *known == key) {
-            Some(index) => {
-                let entry = self.plans.remove(index);
-                self.plans.push(entry);
-            }
-            None => {
-                while self.plans.len() >= room {
-                    self.plans.remove(0);
-                }
-                let built = Plan::build_in(&self.pool, backend, |g| build(&key, g));
-                let plan = match built {
-                    Err(error) if error.is_out_of_memory() && !self.plans.is_empty() => {
-                        tracing::warn!("{error}; giving up {} idle plans", self.plans.len());
-                        self.plans.clear();
-                        Plan::build_in(&self.pool, backend, |g| build(&key, g))?
-                    }
-                    other => other?,
-                };
-                self.plans.push((key, plan));
-            }
+        build: &impl for<'g> Fn(&K, Graph<'g>),
+    ) -> Result<()>
+    where
+        K: Clone,
+    {
+        // Those that are there are moved out of the way of what makes room first.
+        let (known, new): (Vec<&K>, Vec<&K>) = keys
+            .iter()
+            .partition(|key| self.plans.iter().any(|(known, _)| known == *key));
+        for key in known {
+            self.keep(key.clone(), None);
         }
-        Ok(self.plans.len() - 1)
+        for key in new {
+            let plan = self.build(key, room, backend, build)?;
+            self.keep(key.clone(), Some(plan));
+        }
+        Ok(())
+    }
+
+    /// A new plan, for which old ones beyond `room` are given up.
+    fn build(
+        &mut self,
+        key: &K,
+        room: usize,
+        backend: &Backend,
+        build: &impl for<'g> Fn(&K, Graph<'g>),
+    ) -> Result<Plan> {
+        while self.plans.len() >= room {
+            self.plans.remove(0);
+        }
+        Plan::build_in(&self.pool, backend, |g| build(key, g))
+    }
+
+    /// Where the plan for `key`, new or known, is as the most recently used.
+    fn keep(&mut self, key: K, plan: Option<Plan>) -> usize {
+        if let Some(plan) = plan {
+            self.plans.push((key, plan));
+        } else if let Some(index) = self.plans.iter().position(|(known, _)| *known == key) {
+            let entry = self.plans.remove(index);
+            self.plans.push(entry);
+        }
+        self.plans.len() - 1
     }
 
     /// Bytes that all plans hold for what they compute.

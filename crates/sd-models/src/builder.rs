@@ -94,7 +94,7 @@ impl PipelineBuilder {
             &model,
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
-            tokens.max(1),
+            (tokens.max(1), 1),
             (height / scale, width / scale).into(),
             |_| 0,
         )?;
@@ -142,7 +142,7 @@ impl PipelineBuilder {
             &model,
             &self.wishes,
             &mut backends,
-            COMMON_PROMPT,
+            (COMMON_PROMPT, 1),
             size.into(),
             |_| 0,
         )?;
@@ -175,6 +175,7 @@ pub(crate) fn seat(
     for (seat, component) in seating.seats.iter().zip(IN_ORDER) {
         let weights = model.weights_mut(component);
         weights.live(seat.residence, seating.mapping);
+        weights.stream(seat.is_streamed);
         total.add(weights.load(backends.on(seat.device)?, cancel, progress)?);
     }
     Ok(total)

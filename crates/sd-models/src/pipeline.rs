@@ -112,7 +112,7 @@ impl Pipeline {
         self.make_room(request, negative.as_ref(), canvas, progress)?;
 
         let started = Instant::now();
-        let latents = self.with_retry(Component::Diffusion, |pipeline| {
+        let (latents, streamed_bytes) = self.with_retry(Component::Diffusion, |pipeline| {
             pipeline.with_part(
                 Component::Diffusion,
                 progress,
@@ -123,14 +123,16 @@ impl Pipeline {
                         backend,
                         cancel,
                         canvas,
+                        streamed_bytes: 0,
                     };
-                    run.denoise(
+                    let latents = run.denoise(
                         request.condition,
                         negative.as_ref(),
                         &plan,
                         &schedule,
                         progress,
-                    )
+                    )?;
+                    Ok((latents, run.streamed_bytes))
                 },
             )
         })?;
@@ -159,6 +161,7 @@ impl Pipeline {
             decode: started.elapsed(),
             weight_bytes: self.loaded.bytes,
             compute_bytes: self.model.compute_bytes(),
+            streamed_bytes,
             ..plan
         };
         describe(&mut image, request, &report);
@@ -237,7 +240,7 @@ impl Pipeline {
             &self.model,
             &self.wishes,
             &mut self.backends,
-            tokens,
+            (tokens, 1 + u64::from(negative.is_some())),
             canvas,
             held,
         )?;
@@ -265,7 +268,13 @@ impl Pipeline {
             )?;
             self.seating = seating;
         } else {
-            // Where things are stays; what they need is this picture's.
+            // Where things are stays; what they need, and whether they stream for it, is this picture's.
+            for (seat, component) in seating.seats.iter().zip(IN_ORDER) {
+                self.model.weights_mut(component).stream(seat.is_streamed);
+            }
+            for (kept, found) in self.seating.seats.iter_mut().zip(&seating.seats) {
+                kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
+            }
             self.seating.devices = seating.devices;
         }
         Ok(())
@@ -362,6 +371,7 @@ impl Pipeline {
             decode: Duration::ZERO,
             weight_bytes: 0,
             compute_bytes: 0,
+            streamed_bytes: 0,
         })
     }
 
@@ -384,6 +394,7 @@ struct Denoising<'r> {
     backend: &'r mut Backend,
     cancel: &'r Cancel,
     canvas: Canvas,
+    streamed_bytes: u64,
 }
 
 impl Denoising<'_> {
@@ -404,20 +415,23 @@ impl Denoising<'_> {
         for step in 0..schedule.steps() {
             self.cancel.check().map_err(sd_graph::Error::from)?;
             let timestep = schedule.timestep(step) / 1000.0;
-            let mut call = |condition: &Condition| {
-                self.model.velocity(
-                    self.backend,
-                    condition,
-                    &latents,
-                    self.canvas,
-                    timestep,
-                    self.cancel,
-                )
-            };
-            let mut velocity = call(condition)?;
-            if let Some(negative) = negative {
-                guide(&mut velocity, &call(negative)?, plan.guidance);
+            let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
+            let (mut velocities, report) = self.model.velocities(
+                self.backend,
+                &conditions,
+                &latents,
+                self.canvas,
+                timestep,
+                self.cancel,
+            )?;
+            self.streamed_bytes += report.weight_bytes;
+            if let (Some(negative), Some(velocity)) = (
+                negative.and_then(|_| velocities.pop()),
+                velocities.first_mut(),
+            ) {
+                guide(velocity, &negative, plan.guidance);
             }
+            let velocity = velocities.pop().unwrap_or_default();
             schedule.euler_step(step, &mut latents, &velocity);
             if !latents.iter().all(|value| value.is_finite()) {
                 return Err(Error::NotFinite { step: step + 1 });

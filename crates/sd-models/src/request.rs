@@ -81,6 +81,8 @@ pub struct GenerateReport {
     pub weight_bytes: u64,
     /// Bytes that plans hold for what they compute.
     pub compute_bytes: u64,
+    /// Bytes of the transformer's weights that were moved to the device while it ran, of those that come and go.
+    pub streamed_bytes: u64,
 }
 
 impl<'c> Request<'c> {

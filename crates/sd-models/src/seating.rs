@@ -2,7 +2,7 @@
 
 use sd_backend::{
     Backend, BackendOptions, Component, Device, DeviceChoice, DeviceKind, Ledger, Mapping, Need,
-    Placement, Residence, Seat, peak, seats,
+    Placement, Residence, Seat, Streamed, peak, seats,
 };
 use sd_graph::{Estimate, Fallback};
 
@@ -110,12 +110,13 @@ pub(crate) struct Seating {
 impl Seating {
     /// Finds places for the parts of `model`, for a picture of `canvas` with `tokens` of text.
     ///
+    /// A step has so many `passes`: two with guidance.
     /// `held` says how much of a device's memory is held already by the pipeline that asks and would be given back.
     pub(crate) fn find(
         model: &QwenImage21,
         wishes: &Wishes,
         backends: &mut Backends,
-        tokens: usize,
+        (tokens, passes): (usize, u64),
         canvas: Canvas,
         held: impl Fn(Device) -> u64,
     ) -> Result<Seating> {
@@ -128,7 +129,14 @@ impl Seating {
             runs.push((backend.device(), estimate));
         }
         let find = |mapping| {
-            Seating::with_mapping(model, wishes, backends.ledger(), &runs, mapping, &held)
+            Seating::with_mapping(
+                model,
+                wishes,
+                backends.ledger(),
+                (&runs, passes),
+                mapping,
+                &held,
+            )
         };
         let found = find(wishes.mapping)?;
         if wishes.mapping != Mapping::Auto {
@@ -155,7 +163,7 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         ledger: &Ledger,
-        runs: &[(Device, Estimate)],
+        (runs, passes): (&[(Device, Estimate)], u64),
         mapping: Mapping,
         held: &impl Fn(Device) -> u64,
     ) -> Result<Seating> {
@@ -180,6 +188,7 @@ impl Seating {
                 residence: wish,
                 weights: cost.resident(),
                 compute,
+                streamed: streamed(model, component, device, &estimate, passes)?,
             });
         }
         let available = |device: Device| {
@@ -194,7 +203,7 @@ impl Seating {
                 ..*need
             })
             .collect();
-        let small = seats(&small, |_| None, None);
+        let small = seats(&small, |_| Some(0), None);
 
         let mut devices: Vec<DeviceNeed> = Vec::new();
         let diffusion_first = Component::ALL
@@ -228,10 +237,12 @@ impl Seating {
 
     /// Adds to memory that ran out which budget would do.
     pub(crate) fn explain(&self, error: Error) -> Error {
-        let Error::Engine(sd_graph::Error::Backend(source @ sd_backend::Error::OutOfMemory { .. })) =
-            error
-        else {
-            return error;
+        let source = match error {
+            Error::Engine(
+                sd_graph::Error::Backend(source @ sd_backend::Error::OutOfMemory { .. })
+                | sd_graph::Error::TooLittleMemory { source, .. },
+            ) => source,
+            _ => return error,
         };
         let sd_backend::Error::OutOfMemory { device, .. } = &source else {
             return source.into();
@@ -256,6 +267,36 @@ impl Seating {
             }),
         }
     }
+}
+
+/// What `component` needs if its weights come and go while it runs, for `passes` at once.
+fn streamed(
+    model: &QwenImage21,
+    component: Component,
+    device: Device,
+    estimate: &Estimate,
+    passes: u64,
+) -> Result<Option<Streamed>> {
+    if estimate.segments < 2 {
+        return Ok(None);
+    }
+    let passes = match component {
+        Component::Diffusion => passes,
+        _ => 1,
+    };
+    // What weights pass through is the host's, and there all the time.
+    let cost = model
+        .weights(component)
+        .cost(device, Residence::Disk, Mapping::Never)?;
+    let staging = match device.kind() {
+        DeviceKind::Cpu => cost.staging,
+        _ => 0,
+    };
+    let compute = estimate.segmented_bytes + estimate.constant_bytes;
+    Ok(Some(Streamed {
+        weights: estimate.streamed_weight_bytes,
+        compute: passes * compute + staging,
+    }))
 }
 
 /// What a caller wants of where things go.

@@ -7,6 +7,7 @@
     clippy::print_stdout
 )]
 
+mod blocks;
 mod checkpoint;
 mod convert;
 mod corpus;
@@ -21,6 +22,7 @@ mod reference;
 #[cfg(feature = "rpc")]
 mod rpc;
 mod segments;
+mod streaming;
 mod weight_types;
 
 /// The devices that everything is tested on: those of the build, and those of the libraries in the folder that the

@@ -78,9 +78,9 @@ impl TextModel {
         let rope = Rotation::new(g, &rope, Pairing::Halves);
         let mask = g.constant(&causal_mask(tokens), [tokens, tokens]);
 
-        let mut x = g.param(&self.embed_tokens).rows(token_ids);
-        for layer in &self.layers {
-            x = layer.forward(x, &rope, mask);
+        let mut x = g.param(&self.embed_tokens).rows(token_ids).cut("embed");
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(x, &rope, mask).cut(&format!("layer {index}"));
         }
         x
     }

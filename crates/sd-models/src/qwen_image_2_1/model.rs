@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use sd_backend::{Backend, Component};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport,
-    PlanCache, Reporter, Scope, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan,
+    PlanCache, Progress, Reporter, RunReport, Scope, Weights,
 };
 use serde::Deserialize;
 
@@ -72,7 +72,8 @@ pub struct QwenImage21 {
     transformer: Part<Transformer>,
     vae: Part<VaeDecoder>,
     text_plans: PlanCache<usize>,
-    transformer_plans: PlanCache<Layout>,
+    /// By layout, and by pass where several run together.
+    transformer_plans: PlanCache<(Layout, usize)>,
     vae_plans: PlanCache<Piece>,
 }
 
@@ -282,17 +283,58 @@ impl QwenImage21 {
         let module = &self.transformer.module;
         let plan = self
             .transformer_plans
-            .get_or_build(layout.clone(), backend, |g| {
+            .get_or_build((layout.clone(), 0), backend, |g| {
                 transformer_graph(g, module, &layout);
             })?;
-        plan.set("latents", latents)?;
-        plan.set("text", &condition.hidden)?;
-        plan.set(
-            "timestep",
-            [timestep_embedding(timestep), timestep_embedding(0.0)].as_flattened(),
-        )?;
+        set_inputs(plan, condition, latents, timestep)?;
         plan.run(backend, cancel)?;
         Ok(plan.read("velocity")?)
+    }
+
+    /// As [`QwenImage21::velocity`] for each of `conditions`, and what weights were moved for it. Weights that come and go
+    /// do so once for all conditions.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn velocities(
+        &mut self,
+        backend: &mut Backend,
+        conditions: &[&Condition],
+        latents: &[f32],
+        canvas: impl Into<Canvas>,
+        timestep: f32,
+        cancel: &Cancel,
+    ) -> Result<(Vec<Vec<f32>>, RunReport)> {
+        let canvas = canvas.into();
+        if !self.transformer.weights.is_streamed() {
+            let velocities: Result<_> = conditions
+                .iter()
+                .map(|condition| {
+                    self.velocity(backend, condition, latents, canvas, timestep, cancel)
+                })
+                .collect();
+            return Ok((velocities?, RunReport::default()));
+        }
+        let keys: Vec<(Layout, usize)> = conditions
+            .iter()
+            .enumerate()
+            .map(|(pass, condition)| (layout_of(condition.tokens, canvas), pass))
+            .collect();
+        let module = &self.transformer.module;
+        let mut plans =
+            self.transformer_plans
+                .get_or_build_all(&keys, backend, |(layout, _), g| {
+                    transformer_graph(g, module, layout);
+                })?;
+        for (plan, condition) in plans.iter_mut().zip(conditions) {
+            set_inputs(plan, condition, latents, timestep)?;
+        }
+        let report = Plan::run_together(&mut plans, backend, cancel, &mut |_: &Progress| {})?;
+        let velocities: Result<_> = plans
+            .iter()
+            .map(|plan| Ok(plan.read("velocity")?))
+            .collect();
+        Ok((velocities?, report))
     }
 
     /// The picture `[channels, height, width]`, values from -1 to 1, of latents `[height * width, z]` of `canvas`.
@@ -448,6 +490,19 @@ fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout) {
         "velocity",
         module.forward(g, layout, latents, text, timestep),
     );
+}
+
+/// Gives the plan of a transformer what it is asked for.
+fn set_inputs(
+    plan: &mut Plan,
+    condition: &Condition,
+    latents: &[f32],
+    timestep: f32,
+) -> Result<()> {
+    plan.set("latents", latents)?;
+    plan.set("text", &condition.hidden)?;
+    let timesteps = [timestep_embedding(timestep), timestep_embedding(0.0)];
+    Ok(plan.set("timestep", timesteps.as_flattened())?)
 }
 
 /// Refuses parts that are right by themselves but do not fit each other.

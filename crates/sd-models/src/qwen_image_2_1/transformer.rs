@@ -227,7 +227,8 @@ impl Transformer {
             layout,
             self.txt_in.forward(text),
             self.img_in.forward(latents),
-        );
+        )
+        .cut("prelude");
 
         let temb = self
             .timestep_linear_2
@@ -239,7 +240,8 @@ impl Transformer {
             vec![0; layout.tokens()]
         };
         let rows = g.constant(&rows, [layout.tokens()]);
-        let [scale_attn, gate_attn, scale_mlp, gate_mlp] = self.modulation.forward(temb).chunk(1);
+        let modulation = self.modulation.forward(temb).cut("prelude");
+        let [scale_attn, gate_attn, scale_mlp, gate_mlp] = modulation.chunk(1);
         let modulation = Modulation {
             scale_attn: (scale_attn + 1.0).rows(rows),
             gate_attn: gate_attn.tanh().rows(rows),
@@ -250,8 +252,10 @@ impl Transformer {
         let rope = layout.rotary_embedding(self.config.axes_dims_rope);
         let rope = Rotation::new(g, &rope, Pairing::Neighbours);
         let runs = Runs::new(g, layout);
-        for block in &self.transformer_blocks {
-            x = block.forward(x, &modulation, &rope, &runs);
+        for (index, block) in self.transformer_blocks.iter().enumerate() {
+            x = block
+                .forward(x, &modulation, &rope, &runs)
+                .cut(&format!("block {index}"));
         }
 
         let target = x.slice(0, layout.prefix_tokens(), layout.target_tokens());

@@ -366,7 +366,7 @@ fn loading_in_a_row_loses_nothing() {
         for round in 0..20 {
             once(0, round % 5 == 0);
         }
-        let before = resident();
+        let (before, mut after) = (resident(), u64::MAX);
         for round in 0..50 {
             once(0, round % 5 == 0);
             if round % 10 == 0 {
@@ -374,10 +374,67 @@ fn loading_in_a_row_loses_nothing() {
                     once(failure, false);
                 }
             }
+            if round >= 30 {
+                // Fragments that allocators keep come and go by some MB; what is lost stays.
+                after = after.min(resident());
+            }
         }
-        let grown = resident().saturating_sub(before);
+        let grown = after.saturating_sub(before);
         println!("{device}: {grown} bytes more after 70 loads, 20 of them with failures");
         // One load holds 11 MB of weights: a single lost one would show. Allocators' own fragments do not grow so far.
         assert!(grown < 4 << 20, "{device}: {grown} bytes");
+    }
+}
+
+#[test]
+fn budgets_below_the_weights_of_one_part_give_the_same_picture() {
+    let other = fake("Other");
+    let whole = ledger(MemoryBudget::Automatic);
+    let expected = {
+        let pipeline = open().device(other.device()).ledger(&whole).load();
+        picture(&mut pipeline.unwrap()).unwrap()
+    };
+    let plan = open()
+        .device(fake("Fake0").device())
+        .ledger(&whole)
+        .plan(Some((32, 32)), 24);
+    let plan = plan.unwrap();
+    let diffusion = plan.seats[1].weights;
+    let need = &plan.devices[0];
+    assert!(need.smallest < diffusion, "{need:?} {diffusion}");
+    for residence in [Residence::Host, Residence::Disk] {
+        let mut streamed = 0;
+        // Two passes take a little more than the one that is planned for.
+        for part in 0..=3 {
+            let fake = fake("Fake0");
+            let device = fake.device();
+            let budget = need.smallest * 5 / 4 + (need.peak - need.smallest) * part / 4;
+            let budgets = MemoryBudgets::default().with("Fake0", MemoryBudget::Bytes(budget));
+            let ledger = Ledger::with_headroom(budgets, 0);
+            let mut pipeline = open()
+                .device(device)
+                .placement(Placement::default().residence(Component::Diffusion, residence))
+                .mapping(Mapping::Never)
+                .ledger(&ledger)
+                .load()
+                .unwrap();
+            for _ in 0..2 {
+                let image = picture(&mut pipeline).unwrap();
+                assert!(image == expected, "{residence} {budget}");
+            }
+            let seat = &pipeline.seats()[1];
+            assert_eq!(seat.residence, residence);
+            assert!(
+                !seat.is_streamed || seat.reason.contains("streams"),
+                "{seat:?}"
+            );
+            streamed += usize::from(seat.is_streamed);
+            let peak = fake.counts().peak_bytes as u64;
+            assert!(peak <= budget, "{peak} of {budget}");
+            drop(pipeline);
+            assert_eq!(ledger.report(device).used.total(), 0);
+            assert_eq!((fake.counts().buffers, fake.counts().bytes), (0, 0));
+        }
+        assert!(streamed > 0, "{residence}");
     }
 }
