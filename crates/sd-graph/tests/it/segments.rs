@@ -1,7 +1,7 @@
 //! Graphs in segments: the same bytes as in one piece, whatever is cut where.
 
 use sd_backend::{Device, Ledger};
-use sd_graph::{Cancel, Estimate, Graph, Plan, Tensor};
+use sd_graph::{Cancel, Estimate, Graph, Plan, Shape, State, Tensor};
 
 use crate::blocks::{backend, values};
 
@@ -114,4 +114,39 @@ fn what_several_segments_use_is_kept_if_that_is_cheaper() {
     let plan = Plan::build_in_segments(&backend(cpu, &Ledger::default()), graph).unwrap();
     let how = plan.segmentation();
     assert_eq!((how.added_cuts, how.recomputed), (1, 0), "{how:?}");
+}
+
+#[test]
+fn states_are_read_by_every_segment_and_written_behind_the_last() {
+    let backend_of = || backend(Device::cpu().unwrap(), &Ledger::default());
+    let mut outcomes = Vec::new();
+    for is_cut in [false, true] {
+        let mut backend = backend_of();
+        let state = State::new("seen", Shape::new(&[32, 32]).unwrap());
+        State::allocate([&state], &backend).unwrap();
+        let graph = |g: Graph<'_>| {
+            let x = g.input::<f32>("x", [32, 32]);
+            let a = wide(x + g.state(&state)).cut("a");
+            g.keep(&state, a);
+            let b = wide(a.matmul_transposed(g.state(&state))).cut("b");
+            g.output("y", b + g.state(&state));
+        };
+        let mut plan = match is_cut {
+            false => Plan::build(&backend, graph),
+            true => Plan::build_in_segments(&backend, graph),
+        }
+        .unwrap();
+        assert_eq!(
+            plan.segmentation().segments.len(),
+            if is_cut { 3 } else { 1 }
+        );
+        let mut run = || {
+            plan.set("x", &values(1024, 3)).unwrap();
+            plan.run(&mut backend, &Cancel::new()).unwrap();
+            plan.read::<f32>("y").unwrap()
+        };
+        outcomes.push([run(), run(), run()]);
+    }
+    assert!(outcomes[0] == outcomes[1]);
+    assert!(outcomes[0][0] != outcomes[0][1]);
 }
