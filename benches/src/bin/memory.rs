@@ -17,6 +17,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use clap::Parser;
 use sd_backend::{Backend, BackendOptions, Bytes, DType, Device, Ledger, Mapping, MemoryKind};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, LoadOptions, LoadPlan, Param, Plan, Progress, Role,
@@ -33,21 +34,37 @@ const WAYS: [(&str, Mapping, Option<DType>); 4] = [
     ("converted to f32", Mapping::Never, Some(DType::F32)),
 ];
 
+/// What loading costs, beside other programs.
+#[derive(Debug, Parser)]
 struct Arguments {
+    /// Size of the checkpoint in GiB.
+    #[arg(long, default_value_t = 4)]
     gib: usize,
+    /// A Python with torch and safetensors, to load the same file.
+    #[arg(long)]
     python: Option<String>,
+    /// Where that Python loads it to.
+    #[arg(long, default_value = "cpu")]
     torch_device: String,
+    /// Ask the system to forget the file's pages before each process.
+    #[arg(long)]
     cold: bool,
+    /// Device to load to.
+    #[arg(long, default_value = "cpu")]
     device: String,
     /// Folder of backends to load first.
+    #[arg(long)]
     backends: Option<PathBuf>,
+    /// Where to write the checkpoint.
+    #[arg(long, default_value_os_t = std::env::temp_dir().join("sd-memory.safetensors"))]
     file: PathBuf,
     /// Only this way, in this process.
+    #[arg(long, hide = true)]
     way: Option<usize>,
 }
 
 fn main() -> Result<()> {
-    let arguments = arguments()?;
+    let arguments = Arguments::parse();
     if let Some(way) = arguments.way {
         return load(&arguments, way);
     }
@@ -259,39 +276,4 @@ fn write(path: &Path, gib: usize) -> Result<()> {
     file.flush()?;
     file.get_ref().sync_all()?;
     Ok(())
-}
-
-fn arguments() -> Result<Arguments> {
-    let mut arguments = Arguments {
-        gib: 4,
-        python: None,
-        torch_device: "cpu".to_owned(),
-        cold: false,
-        device: "cpu".to_owned(),
-        backends: None,
-        file: std::env::temp_dir().join(format!("sd-memory-{}.safetensors", std::process::id())),
-        way: None,
-    };
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let mut value = || {
-            words
-                .next()
-                .with_context(|| format!("{word} needs a value"))
-        };
-        match word.as_str() {
-            "--gib" => arguments.gib = value()?.parse()?,
-            "--python" => arguments.python = Some(value()?),
-            "--torch-device" => arguments.torch_device = value()?,
-            "--cold" => arguments.cold = true,
-            "--device" => arguments.device = value()?,
-            "--backends" => arguments.backends = Some(value()?.into()),
-            "--file" => arguments.file = value()?.into(),
-            "--way" => arguments.way = Some(value()?.parse()?),
-            _ => bail!(
-                "unknown argument {word}; there are --gib, --python, --torch-device, --cold, --device, --backends, --file"
-            ),
-        }
-    }
-    Ok(arguments)
 }

@@ -15,7 +15,8 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use clap::Parser;
 use sd_backend::{
     Backend, BackendOptions, Bytes, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Residence,
 };
@@ -24,21 +25,50 @@ use sd_graph::{
 };
 use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, timestep_embedding};
 
+/// What streaming weights costs.
+#[derive(Debug, Parser)]
 struct Arguments {
+    /// Device to run on.
+    #[arg(long, default_value = "auto")]
     device: String,
+    /// Folder of backends to load first.
+    #[arg(long)]
     backends: Option<PathBuf>,
+    /// Where to write the checkpoint.
+    #[arg(long, default_value_os_t = std::env::temp_dir().join("sd-stream.safetensors"))]
     file: PathBuf,
+    /// Blocks of the transformer.
+    #[arg(long, default_value_t = 32)]
     blocks: usize,
     /// Sides of the picture in pixels.
+    #[arg(long, default_value_t = 1024)]
     size: usize,
+    /// Tokens of text.
+    #[arg(long, default_value_t = 64)]
     text: usize,
+    /// Calls that are measured.
+    #[arg(long, default_value_t = 5)]
     runs: usize,
-    residence: Residence,
+    /// Stream from the disk instead of from the host's memory.
+    #[arg(long)]
+    from_disk: bool,
+    /// Parts of the weights that the budgets have room for.
+    #[arg(long, value_delimiter = ',', default_values_t = [100, 50, 25, 10])]
     percent: Vec<u64>,
 }
 
+impl Arguments {
+    /// Where weights that stream live.
+    fn residence(&self) -> Residence {
+        match self.from_disk {
+            true => Residence::Disk,
+            false => Residence::Host,
+        }
+    }
+}
+
 fn main() -> Result<()> {
-    let arguments = arguments()?;
+    let arguments = Arguments::parse();
     if let Some(folder) = &arguments.backends {
         Device::load_backends(folder)?;
     }
@@ -57,7 +87,7 @@ fn main() -> Result<()> {
         arguments.size,
         arguments.size,
         arguments.text,
-        arguments.residence,
+        arguments.residence(),
         device.description()
     );
     println!(
@@ -107,7 +137,7 @@ fn measure(
     let cancel = Cancel::new();
     let is_streamed = percent < 100;
     let residence = if is_streamed {
-        arguments.residence
+        arguments.residence()
     } else {
         Residence::Device
     };
@@ -220,51 +250,4 @@ fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<()> {
     }
     file.flush()?;
     Ok(())
-}
-
-fn arguments() -> Result<Arguments> {
-    let mut arguments = Arguments {
-        device: "auto".to_owned(),
-        backends: None,
-        file: std::env::temp_dir().join(format!("sd-stream-{}.safetensors", std::process::id())),
-        blocks: 32,
-        size: 1024,
-        text: 64,
-        runs: 5,
-        residence: Residence::Host,
-        percent: vec![100, 50, 25, 10],
-    };
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let mut value = || {
-            words
-                .next()
-                .with_context(|| format!("{word} needs a value"))
-        };
-        match word.as_str() {
-            "--device" => arguments.device = value()?,
-            "--backends" => arguments.backends = Some(value()?.into()),
-            "--file" => arguments.file = value()?.into(),
-            "--blocks" => arguments.blocks = value()?.parse()?,
-            "--size" => arguments.size = value()?.parse()?,
-            "--text" => arguments.text = value()?.parse()?,
-            "--runs" => arguments.runs = value()?.parse()?,
-            "--residence" => {
-                arguments.residence = match value()?.as_str() {
-                    "host" => Residence::Host,
-                    "disk" => Residence::Disk,
-                    other => bail!("{other} is neither host nor disk"),
-                }
-            }
-            "--percent" => {
-                let list = value()?;
-                arguments.percent = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
-            }
-            _ => bail!(
-                "unknown argument {word}; there are --device, --backends, --file, --blocks, --size, --text, --runs, \
-                 --residence, --percent"
-            ),
-        }
-    }
-    Ok(arguments)
 }
