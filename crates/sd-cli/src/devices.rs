@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::args::Devices;
 use crate::error::Error;
+use crate::json;
 
 /// What `--json` prints of one device. Sizes are bytes; `null` where the device does not say.
 #[derive(Debug, Serialize)]
@@ -31,8 +32,7 @@ pub(crate) fn run(arguments: &Devices) -> Result<(), Error> {
     let reports: Vec<Report> = Device::all().into_iter().map(report).collect();
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        serde_json::to_writer_pretty(&mut out, &reports).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json::print(&mut out, &reports)?;
         return Ok(());
     }
     for device in &reports {

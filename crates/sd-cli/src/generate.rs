@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::args::Generate;
 use crate::error::Error;
+use crate::json;
 use crate::progress::Display;
 use crate::tiny;
 
@@ -145,8 +146,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json::print(&mut out, &report)?;
     } else {
         writeln!(
             out,

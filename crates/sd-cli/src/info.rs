@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::args::Info;
 use crate::error::Error;
+use crate::json;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
@@ -62,8 +63,7 @@ pub(crate) fn run(arguments: &Info) -> Result<(), Error> {
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json::print(&mut out, &report)?;
     } else {
         print(&mut out, &report)?;
     }

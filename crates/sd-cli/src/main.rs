@@ -8,6 +8,7 @@ mod devices;
 mod error;
 mod generate;
 mod info;
+mod json;
 mod plan;
 mod progress;
 mod rpc_server;

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::args::Plan;
 use crate::error::Error;
+use crate::json;
 
 /// What `--json` prints. All sizes are bytes.
 #[derive(Debug, Serialize)]
@@ -98,8 +99,7 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        serde_json::to_writer_pretty(&mut out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json::print(&mut out, &report)?;
     } else {
         print(&mut out, &report)?;
     }
