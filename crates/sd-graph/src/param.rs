@@ -49,6 +49,11 @@ impl Param {
         }))
     }
 
+    /// The same parameter with a place of its own, for another device.
+    pub(crate) fn double(&self) -> Param {
+        Param::new(self.0.name.clone(), self.0.shape, self.0.dtype)
+    }
+
     /// The name in the checkpoint.
     pub fn name(&self) -> &str {
         &self.0.name

@@ -71,7 +71,7 @@ pub struct Segmentation {
 }
 
 /// The pieces of a recording. Pieces that are wrong, which is a mistake of ours, are not run: the graph has one then.
-fn partition(recording: &Recording) -> Partition {
+pub(crate) fn partition(recording: &Recording) -> Partition {
     Partition::of(recording).unwrap_or_else(|mistake| {
         debug_assert!(false, "{mistake}");
         tracing::warn!("a graph runs in one piece: {mistake}");
@@ -109,7 +109,15 @@ impl Plan {
         backend: &Backend,
         build: impl for<'g> FnOnce(Graph<'g>),
     ) -> Result<Plan> {
-        let recording = Recording::of(build)?;
+        Plan::of(Recording::of(build)?, pool, backend)
+    }
+
+    /// As [`Plan::build_in`] for what was recorded.
+    pub(crate) fn of(
+        recording: Recording,
+        pool: &Arc<Mutex<Pool>>,
+        backend: &Backend,
+    ) -> Result<Plan> {
         let mut plan = Plan {
             form: None,
             stream: None,
@@ -200,8 +208,25 @@ impl Plan {
         running::run(plans, backend, cancel, progress)
     }
 
-    /// Refuses to run on another device or without inputs.
-    pub(crate) fn check(&self, backend: &Backend) -> Result<()> {
+    /// Gives an input of the right length its bytes.
+    pub(crate) fn give(&mut self, name: &str, bytes: Vec<u8>) -> Result<()> {
+        let (index, _) = find(&self.recording.inputs, "input", name)?;
+        self.values[index] = bytes;
+        self.is_set[index] = true;
+        Ok(())
+    }
+
+    /// Whether it has an input of this name.
+    pub(crate) fn has_input(&self, name: &str) -> bool {
+        self.recording.inputs.iter().any(|input| input.name == name)
+    }
+
+    /// Refuses to run on another device, or without inputs but those that are `given_later`.
+    pub(crate) fn check(
+        &self,
+        backend: &Backend,
+        given_later: impl Fn(&str) -> bool,
+    ) -> Result<()> {
         if backend.device() != self.device {
             return Err(Error::WrongDevice {
                 what: "the backend".to_owned(),
@@ -209,9 +234,11 @@ impl Plan {
                 wanted: self.device.name(),
             });
         }
-        match self.is_set.iter().position(|is_set| !is_set) {
-            Some(index) => Err(Error::InputNotSet {
-                name: self.recording.inputs[index].name.clone(),
+        let inputs = self.recording.inputs.iter().zip(&self.is_set);
+        let mut missing = inputs.filter(|(input, is_set)| !**is_set && !given_later(&input.name));
+        match missing.next() {
+            Some((input, _)) => Err(Error::InputNotSet {
+                name: input.name.clone(),
             }),
             None => Ok(()),
         }
@@ -227,13 +254,28 @@ impl Plan {
         let node = self.recording.node(id);
         let mut values = vec![T::zeroed(); node.shape.elements()];
         check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
+        self.read_into(name, index, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    /// As [`Plan::read`], whatever type it is.
+    pub(crate) fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
+        let (index, id) = find(&self.recording.outputs, "output", name)?;
+        let node = self.recording.node(id);
+        let inner = node.shape.inner();
+        let rows = node.shape.elements() / inner;
+        let mut bytes = vec![0; node.dtype.row_bytes(inner).unwrap_or(0) * rows];
+        self.read_into(name, index, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn read_into(&self, name: &str, index: usize, bytes: &mut [u8]) -> Result<()> {
         let form = self.form.as_ref().filter(|_| self.has_run);
         let form = form.ok_or_else(|| Error::NotRun {
             name: name.to_owned(),
         })?;
-        form.read(index, bytemuck::cast_slice_mut(&mut values));
-        self.device.check_connection()?;
-        Ok(values)
+        form.read(index, bytes);
+        Ok(self.device.check_connection()?)
     }
 
     /// Shape of an output, outermost first.
@@ -256,11 +298,16 @@ impl Plan {
             },
             added_cuts: if whole { 0 } else { self.partition.added_cuts },
             recomputed: if whole { 0 } else { self.partition.recomputed },
-            is_streamed: self.stream.as_ref().is_some_and(|stream| {
-                let stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
-                !stream.is_resident()
-            }),
+            is_streamed: self.is_streamed(),
         }
+    }
+
+    /// Whether weights come and go while it runs.
+    pub(crate) fn is_streamed(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| {
+            let stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
+            !stream.is_resident()
+        })
     }
 
     /// Bytes of device memory that this plan holds for what it computes.

@@ -98,6 +98,18 @@ pub struct RunReport {
     pub used: Usage,
 }
 
+impl RunReport {
+    /// Adds what a later run on the same device took.
+    pub(crate) fn add(&mut self, later: RunReport) {
+        self.segments += later.segments;
+        self.computing += later.computing;
+        self.waiting += later.waiting;
+        self.weight_bytes += later.weight_bytes;
+        self.input_bytes += later.input_bytes;
+        self.used = later.used;
+    }
+}
+
 /// Hears of progress, on the thread that runs. Implemented by every `FnMut(&Progress)`.
 pub trait Reporter {
     /// Called after something was done; quick, since the run waits for it.

@@ -20,7 +20,7 @@ pub(crate) fn run(
     progress: &mut dyn Reporter,
 ) -> Result<RunReport> {
     for plan in &mut *plans {
-        plan.check(backend)?;
+        plan.check(backend, |_| false)?;
         cancel.check()?;
         plan.acquire(backend, cancel)?;
     }

@@ -186,7 +186,7 @@ fn live(recording: &Recording) -> Vec<bool> {
 }
 
 /// What a tensor shows: itself, or what it is a view of.
-fn root(recording: &Recording, mut id: TensorId) -> TensorId {
+pub(crate) fn root(recording: &Recording, mut id: TensorId) -> TensorId {
     while recording.node(id).op.is_view() {
         match recording.node(id).sources.first() {
             Some(&source) => id = source,

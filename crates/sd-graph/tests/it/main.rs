@@ -22,6 +22,7 @@ mod reference;
 #[cfg(feature = "rpc")]
 mod rpc;
 mod segments;
+mod split;
 mod streaming;
 mod weight_types;
 
