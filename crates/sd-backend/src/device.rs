@@ -117,13 +117,22 @@ impl Device {
 
     /// Name of the backend that drives it: `CPU`, `CUDA`, `Metal`, `Vulkan`.
     pub fn backend_name(self) -> String {
-        // SAFETY: every registered device points to its registry, which lives as long.
+        self.driver_name().to_string_lossy().into_owned()
+    }
+
+    /// As [`Device::backend_name`], without allocating: asked after every graph.
+    pub(crate) fn driver_name(self) -> &'static CStr {
+        // SAFETY: every registered device points to its registry, which lives as long, as does its name.
         unsafe {
             let registry = sys::ggml_backend_dev_backend_reg(self.raw.as_ptr());
             if registry.is_null() {
-                String::new()
+                return c"";
+            }
+            let name = sys::ggml_backend_reg_name(registry);
+            if name.is_null() {
+                c""
             } else {
-                text(sys::ggml_backend_reg_name(registry))
+                CStr::from_ptr(name)
             }
         }
     }

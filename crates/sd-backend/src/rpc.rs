@@ -55,7 +55,7 @@ impl Device {
     /// Whether this device belongs to a server, on another machine or on this one. What hardware it has, only the server
     /// knows.
     pub fn is_remote(self) -> bool {
-        self.backend_name() == "RPC"
+        self.driver_name() == c"RPC"
     }
 
     /// Waits until a remote device has done all that was sent to it, and asks whether it still answers. Other devices

@@ -307,3 +307,41 @@ fn a_plan_and_its_backend_move_to_another_thread() {
     });
     assert_eq!(result.join().unwrap(), [42.0]);
 }
+
+/// What one run of a graph of so many segments allocates on the host in the steady state: how often, and bytes.
+fn allocations(blocks: usize, is_cut: bool) -> (u64, u64) {
+    let mut backend = processor();
+    let graph = |g: Graph<'_>| {
+        let x = g.input::<f32>("x", [8, 32]);
+        let y = (0..blocks).fold(x, |x, n| {
+            (x.matmul_transposed(x).silu() + n as f32)
+                .matmul_transposed(x.transpose(0, 1))
+                .silu()
+                .cut(&format!("block.{n}"))
+        });
+        g.output("y", y);
+    };
+    let mut plan = match is_cut {
+        false => Plan::build(&backend, graph),
+        true => Plan::build_in_segments(&backend, graph),
+    }
+    .unwrap();
+    let values = vec![0.25_f32; 8 * 32];
+    let mut run = || {
+        plan.set("x", &values).unwrap();
+        plan.run(&mut backend, &Cancel::new()).unwrap();
+        drop(plan.read::<f32>("y").unwrap());
+    };
+    run();
+    let counted = allocation_counter::measure(run);
+    (counted.count_total, counted.bytes_total)
+}
+
+#[test]
+fn a_settled_run_allocates_no_more_on_the_host_for_a_larger_graph() {
+    for is_cut in [false, true] {
+        let (small, large) = (allocations(2, is_cut), allocations(64, is_cut));
+        assert_eq!(small, large, "cut: {is_cut}");
+        assert!(large.0 < 32, "{large:?}");
+    }
+}
