@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use sd_backend::{Backend, Buffer, DeviceKind};
 
-use crate::error::{Error, Result};
+use crate::error::{Allocation, Error, Result};
 use crate::form::{Draft, Form};
 use crate::graph::Recording;
 use crate::param::{Param, Place};
 use crate::ring::Ring;
 use crate::run::Cancel;
+use crate::runner_cache::stored_bytes;
 use crate::segment::{Partition, Segment};
 use crate::stream::{Stream, sizes, staging};
 
@@ -64,6 +65,7 @@ pub(crate) fn acquire(
         partition,
         backend,
         available: backend.ledger().report(backend.device()).available,
+        stored: stored_bytes(recording, backend.device()),
         always_cut: pool.always_cut && partition.segments.len() > 1,
     };
     if parts.iter().all(Vec::is_empty) {
@@ -87,10 +89,11 @@ pub(crate) fn acquire(
         DeviceKind::Cpu => staging.bytes(),
         _ => 0,
     };
-    let whole = acquiring.whole()?.bytes();
+    let stored = acquiring.stored;
+    let whole = acquiring.whole()?.bytes().saturating_add(stored);
     let own = match partition.segments.len() {
         1 => whole,
-        _ => acquiring.segmented()?.bytes(),
+        _ => acquiring.segmented()?.bytes().saturating_add(stored),
     };
     pool.most = pool.most.max(own);
     let plans = |bytes: u64| bytes.saturating_mul(pool.plans).saturating_add(passage);
@@ -110,7 +113,8 @@ pub(crate) fn acquire(
         }
     };
     let least = Ring::lay_out(&sizes, Some(0), largest).err().unwrap_or(0);
-    let stream = Stream::new(&parts, &ring, staging, backend, cancel)?;
+    let stream = Stream::new(&parts, &ring, staging, backend, cancel)
+        .map_err(|error| error.of(Allocation::Weights))?;
     let stream = Arc::new(Mutex::new(stream));
     let acquiring = Acquiring {
         available: backend.ledger().report(device).available,
@@ -158,6 +162,8 @@ struct Acquiring<'a> {
     backend: &'a Backend,
     /// Bytes that may be taken, if anything is known.
     available: Option<u64>,
+    /// Bytes that its runs store in their caches, beside everything else.
+    stored: u64,
     always_cut: bool,
 }
 
@@ -165,11 +171,13 @@ impl Acquiring<'_> {
     fn whole(&self) -> Result<Draft> {
         let whole = vec![Segment::whole(self.recording)];
         Draft::of(self.recording, whole, self.backend)
+            .map_err(|error| error.of(Allocation::Measuring))
     }
 
     fn segmented(&self) -> Result<Draft> {
         let segments = self.partition.segments.clone();
         Draft::of(self.recording, segments, self.backend)
+            .map_err(|error| error.of(Allocation::Measuring))
     }
 
     /// The graph in one piece if that leaves `spare` bytes, else in segments, with weights where they are or where
@@ -187,7 +195,7 @@ impl Acquiring<'_> {
         let mut needed = u64::MAX;
         if (may_be_whole && !self.always_cut) || !is_cut {
             let whole = self.whole()?;
-            needed = whole.bytes();
+            needed = whole.bytes().saturating_add(self.stored);
             let fits = |left| needed.saturating_add(spare) <= left;
             if !is_cut || self.available.is_none_or(fits) {
                 // Everything that stays has the same place for every segment.
@@ -200,7 +208,7 @@ impl Acquiring<'_> {
             }
         }
         let segmented = self.segmented()?;
-        needed = needed.min(segmented.bytes());
+        needed = needed.min(segmented.bytes().saturating_add(self.stored));
         segmented
             .allocate(self.recording, self.backend, place)
             .map_err(|error| match error {

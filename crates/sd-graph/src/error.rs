@@ -8,6 +8,47 @@ use crate::scope::Mismatch;
 /// Short for a [`std::result::Result`] with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// What kind of failure an error is. Only memory that ran out may be tried again: after anything else a device is not to
+/// be trusted, and less memory would not cure it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureKind {
+    /// Memory ran out.
+    Allocation(Allocation),
+    /// Anything else, cancelling included.
+    Other,
+}
+
+/// What memory was for that ran out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Allocation {
+    /// Descriptions of a graph, which are needed to measure it: the host's memory.
+    Measuring,
+    /// All that a graph needs, found to be too much before any of it was taken.
+    Reserving,
+    /// What a graph computes in, what the driver takes while it computes included.
+    Workspace,
+    /// What a run stores in its cache.
+    Capture,
+    /// Weights, those that come and go included.
+    Weights,
+    /// What weights pass through on the host.
+    Host,
+}
+
+impl std::fmt::Display for Allocation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Allocation::Measuring => "measuring a graph",
+            Allocation::Reserving => "memory for a graph",
+            Allocation::Workspace => "memory to compute in",
+            Allocation::Capture => "memory for a cache",
+            Allocation::Weights => "memory for weights",
+            Allocation::Host => "memory that weights pass through",
+        })
+    }
+}
+
 /// A failure of loading, planning or running.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -24,6 +65,14 @@ pub enum Error {
     /// A device failed, memory ran out, or the run was cancelled.
     #[error(transparent)]
     Backend(#[from] sd_backend::Error),
+    /// Memory ran out for something else than what a graph computes in, which is [`Error::Backend`].
+    #[error("{what}: {source}")]
+    OutOfMemory {
+        /// What it was for.
+        what: Allocation,
+        /// What was refused.
+        source: sd_backend::Error,
+    },
     /// Memory does not suffice for a graph however it is cut and whatever of its weights comes and goes.
     #[error("{source}; the graph runs in {} at least", sd_backend::Bytes(*smallest))]
     TooLittleMemory {
@@ -94,6 +143,17 @@ pub enum Error {
         /// Where it should be.
         wanted: String,
     },
+    /// A cache does not hold what a graph reads, or not in its shape and type.
+    #[error("the cache entry `{name}` {reason}")]
+    Cache {
+        /// Name of the entry.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A plan that reads or stores something in a cache was run without one (a run uses it up).
+    #[error("no cache was attached before the run")]
+    NotAttached,
     /// An output was read before anything was computed.
     #[error("output `{name}` was read before a run")]
     NotRun {
@@ -103,12 +163,40 @@ pub enum Error {
 }
 
 impl Error {
+    /// What kind of failure this is: memory that ran out, and for what, or anything else.
+    pub fn failure(&self) -> FailureKind {
+        let what = match self {
+            Error::OutOfMemory { what, .. } => *what,
+            Error::TooLittleMemory { .. } => Allocation::Reserving,
+            Error::Backend(sd_backend::Error::OutOfMemory { .. }) => Allocation::Workspace,
+            _ => return FailureKind::Other,
+        };
+        FailureKind::Allocation(what)
+    }
+
     /// Whether this is memory that ran out, the only failure that may be tried again with less.
     pub fn is_out_of_memory(&self) -> bool {
-        let (Error::Backend(source) | Error::TooLittleMemory { source, .. }) = self else {
-            return false;
-        };
-        matches!(source, sd_backend::Error::OutOfMemory { .. })
+        self.failure() != FailureKind::Other
+    }
+
+    /// What was refused, if memory ran out.
+    pub fn refusal(&self) -> Option<&sd_backend::Error> {
+        match self {
+            Error::OutOfMemory { source, .. }
+            | Error::TooLittleMemory { source, .. }
+            | Error::Backend(source @ sd_backend::Error::OutOfMemory { .. }) => Some(source),
+            _ => None,
+        }
+    }
+
+    /// Says of memory that ran out what it was for, if that is not known yet.
+    pub(crate) fn of(self, what: Allocation) -> Error {
+        match self {
+            Error::Backend(source @ sd_backend::Error::OutOfMemory { .. }) => {
+                Error::OutOfMemory { what, source }
+            }
+            other => other,
+        }
     }
 
     /// Whether the run was cancelled by its caller.

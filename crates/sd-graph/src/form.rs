@@ -1,6 +1,7 @@
 //! A recording in ggml's form, drafted and then in memory. One of the places of this crate with `unsafe` in it.
 
 use std::collections::HashMap;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -10,7 +11,7 @@ use sd_ggml_sys as sys;
 use crate::error::{Error, Result};
 use crate::graph::{Recording, TensorId};
 use crate::load::{allocate, bind};
-use crate::lower::{Lowered, lower, unsupported};
+use crate::lower::{Lowered, Slot, lower, unsupported};
 use crate::op::Op;
 use crate::param::Place;
 use crate::raw::{RawTensor, bytes_on};
@@ -47,6 +48,8 @@ pub(crate) struct Form {
     /// One of the leaves for each input that is used.
     inputs: HashMap<TensorId, RawTensor>,
     outliving_bytes: u64,
+    /// The memory of the caches that the graphs point into now.
+    attached: Option<Vec<Arc<Buffer>>>,
 }
 
 // SAFETY: all pointers lead into arenas that the form owns, as `Lowered` says.
@@ -209,6 +212,11 @@ impl Draft {
                 }
             }
         }
+        for slot in self.lowered.iter().flat_map(|lowered| &lowered.slots) {
+            // SAFETY: the leaf is live and has no memory. With an address and without a buffer the allocator takes it for
+            // placed elsewhere, and leaves its views alone; nobody follows the address before `attach` has given it memory.
+            unsafe { (*slot.leaf.as_ptr()).data = NonNull::<u128>::dangling().as_ptr().cast() };
+        }
         let graphs: Vec<&Lowered> = self.lowered.iter().collect();
         let workspace = Workspace::allocate(backend, &graphs, &self.sizes)?;
 
@@ -227,6 +235,7 @@ impl Draft {
             _kept: kept.into_iter().map(|place| place.buffer).collect(),
             _weights: weights,
             inputs,
+            attached: None,
             lowered: self.lowered,
         })
     }
@@ -261,10 +270,54 @@ impl Form {
         }
     }
 
+    /// Whether it reads or stores something in a cache.
+    fn has_slots(&self) -> bool {
+        self.lowered.iter().any(|lowered| !lowered.slots.is_empty())
+    }
+
+    /// Lets the graphs point into a cache: `place` says where what they read and store lies, which is memory of this device
+    /// that was made for it. It is kept until [`Form::detach`].
+    ///
+    /// # Errors
+    /// [`Error::NotAttached`] for what has no place; memory that the driver needs to prepare a tensor.
+    pub(crate) fn attach(
+        &mut self,
+        backend: &Backend,
+        place: impl Fn(Slot) -> Option<Place>,
+    ) -> Result<()> {
+        self.attached = None;
+        let mut buffers = Vec::new();
+        for tensors in self.lowered.iter().flat_map(|lowered| &lowered.slots) {
+            let place = place(tensors.slot).ok_or(Error::NotAttached)?;
+            // SAFETY: all tensors live in the arenas of this form, and nothing computes with them now (`&mut self`). As
+            // fresh tensors they are given memory again; each view lies within its leaf, which has its memory first.
+            unsafe {
+                for tensor in [&tensors.leaf].into_iter().chain(&tensors.views) {
+                    (*tensor.as_ptr()).buffer = std::ptr::null_mut();
+                    (*tensor.as_ptr()).data = std::ptr::null_mut();
+                }
+                bind(tensors.leaf, &place, backend)?;
+                for view in &tensors.views {
+                    if sys::ggml_backend_view_init(view.as_ptr()) != sys::GGML_STATUS_SUCCESS {
+                        return Err(backend.out_of_memory(0).into());
+                    }
+                }
+            }
+            buffers.push(place.buffer);
+        }
+        self.attached = Some(buffers);
+        Ok(())
+    }
+
+    /// Lets go of the memory of caches. It cannot run before it is attached again.
+    pub(crate) fn detach(&mut self) {
+        self.attached = None;
+    }
+
     /// Computes one segment.
     ///
     /// # Errors
-    /// Those of [`Backend::compute`].
+    /// Those of [`Backend::compute`]; [`Error::NotAttached`] without the cache that it needs.
     pub(crate) fn compute(
         &self,
         segment: usize,
@@ -274,8 +327,11 @@ impl Form {
         let Some(lowered) = self.lowered.get(segment) else {
             return Ok(());
         };
+        if self.attached.is_none() && self.has_slots() {
+            return Err(Error::NotAttached);
+        }
         // SAFETY: all tensors of the graph were bound or allocated on this device when the form was made and are kept by
-        // it, and all its operations were found to be supported.
+        // it, those of slots when they were attached; all its operations were found to be supported.
         Ok(unsafe { backend.compute(lowered.graph, Some(cancel)) }?)
     }
 

@@ -13,6 +13,7 @@ use sd_backend::DType;
 
 use crate::op::Op;
 use crate::param::Param;
+use crate::runner_cache::{CacheEntry, storable};
 use crate::shape::{self, Reason, Shape};
 use crate::state::State;
 
@@ -90,6 +91,13 @@ pub(crate) struct Cut {
     pub tensor: TensorId,
 }
 
+/// A value that a run puts into its cache.
+#[derive(Debug, Clone)]
+pub(crate) struct Store {
+    pub entry: CacheEntry,
+    pub value: TensorId,
+}
+
 /// Everything that was recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
@@ -101,12 +109,16 @@ pub(crate) struct Recording {
     /// States that the graph reads or writes, and values that go into them at the end of a run.
     pub states: Vec<State>,
     pub kept: Vec<(TensorId, TensorId)>,
+    /// Entries of the cache that are read, by number, and those that are stored. No name twice in either.
+    pub cached: Vec<CacheEntry>,
+    pub stores: Vec<Store>,
     /// At most one for each tensor.
     pub cuts: Vec<Cut>,
     pub error: Option<GraphError>,
     /// Row numbers that an input may hold are below this; ggml aborts on others.
     pub index_limits: HashMap<TensorId, usize>,
     param_nodes: HashMap<usize, TensorId>,
+    cached_nodes: Vec<TensorId>,
 }
 
 impl Recording {
@@ -129,6 +141,11 @@ impl Recording {
 
     pub(crate) fn node(&self, id: TensorId) -> &Node {
         &self.nodes[id.index()]
+    }
+
+    /// Whether it reads or stores something in a cache.
+    pub(crate) fn uses_cache(&self) -> bool {
+        !self.cached.is_empty() || !self.stores.is_empty()
     }
 
     fn push(&mut self, node: Node) -> TensorId {
@@ -313,6 +330,92 @@ impl<'g> Graph<'g> {
         match rule {
             Ok(_) => recording.kept.push((target.id, value.id)),
             Err(reason) => recording.fail("keep", &[target.id, value.id], reason, location),
+        }
+    }
+
+    /// What the cache that is [attached](crate::Plan::attach) for a run holds under `name`: F32, F16, BF16 or Q8_0. Asking
+    /// twice gives the same tensor. To compute with another type than F32, [cast](Tensor::cast) it.
+    #[track_caller]
+    pub fn cached(self, name: &str, shape: impl AsRef<[usize]>, dtype: DType) -> Tensor<'g> {
+        let location = Location::caller();
+        let mut recording = self.recording.borrow_mut();
+        let known = recording.cached.iter().position(|e| e.name == name);
+        let rule = Shape::new(shape.as_ref())
+            .and_then(|shape| storable(shape, dtype).map(|()| shape))
+            .and_then(|shape| match known.map(|index| &recording.cached[index]) {
+                Some(entry) if (entry.shape, entry.dtype) != (shape, dtype) => Err(format!(
+                    "`{name}` is read as {} {} before",
+                    entry.dtype, entry.shape
+                )
+                .into()),
+                _ => Ok(shape),
+            });
+        if let (Ok(_), Some(index)) = (&rule, known) {
+            let id = recording.cached_nodes[index];
+            drop(recording);
+            return Tensor { graph: self, id };
+        }
+        let shape = rule.unwrap_or_else(|reason| {
+            recording.fail(
+                "cached",
+                &[],
+                format!("`{name}`: {reason}").into(),
+                location,
+            );
+            Shape::ONE
+        });
+        let op = Op::Cached(recording.cached.len());
+        let id = recording.push(Node {
+            op,
+            sources: Vec::new(),
+            shape,
+            dtype,
+        });
+        recording.cached.push(CacheEntry {
+            name: name.to_owned(),
+            shape,
+            dtype,
+        });
+        recording.cached_nodes.push(id);
+        drop(recording);
+        Tensor { graph: self, id }
+    }
+
+    /// Puts `value`, which is F32, into the cache that is [attached](crate::Plan::attach) for a run, under `name` and as
+    /// `dtype` (F32, F16, BF16 or Q8_0). It is there when all of the run has succeeded; until then, and for this run,
+    /// [`Graph::cached`] is what was there before.
+    ///
+    /// A graph that is cut stores it where it is computed, so that nothing is kept for it.
+    #[track_caller]
+    pub fn store(self, name: &str, value: Tensor<'g>, dtype: DType) {
+        let location = Location::caller();
+        let shape = value.shape();
+        let mut recording = self.recording.borrow_mut();
+        let rule = storable(shape, dtype)
+            .and_then(|()| match recording.node(value.id).dtype {
+                DType::F32 => Ok(()),
+                other => Err(format!("f32 is stored, not {other}").into()),
+            })
+            .and_then(|()| {
+                let mut stores = recording.stores.iter();
+                match stores.any(|store| store.entry.name == name) {
+                    true => Err("it is stored twice".into()),
+                    false => Ok(()),
+                }
+            });
+        match rule {
+            Ok(()) => recording.stores.push(Store {
+                entry: CacheEntry {
+                    name: name.to_owned(),
+                    shape,
+                    dtype,
+                },
+                value: value.id,
+            }),
+            Err(reason) => {
+                let reason = format!("`{name}`: {reason}").into();
+                recording.fail("store", &[value.id], reason, location);
+            }
         }
     }
 

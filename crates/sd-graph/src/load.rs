@@ -8,7 +8,7 @@ use sd_backend::{Backend, Buffer, HostMapping, Mapping, MemoryKind};
 use sd_ggml_sys as sys;
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Allocation, Error, Result};
 use crate::load_plan::{LoadPlan, Staging, Step};
 use crate::param::{Param, Place};
 use crate::raw::{Arena, RawTensor};
@@ -104,7 +104,8 @@ impl LoadPlan<'_> {
             .filter(|&index| places[index].is_none())
             .collect();
         let sizes = copies.iter().map(|&index| self.steps[index].buffer_bytes);
-        let taken = allocate(backend, sizes, MemoryKind::Weights)?;
+        let taken = allocate(backend, sizes, MemoryKind::Weights)
+            .map_err(|error| error.of(Allocation::Weights))?;
         let mut jobs = Vec::with_capacity(copies.len());
         let arena = Arena::new(copies.len(), false).map_err(|_| backend.out_of_memory(0))?;
         for (&index, place) in copies.iter().zip(taken) {
@@ -181,7 +182,8 @@ impl LoadPlan<'_> {
         progress: &mut dyn Reporter,
     ) -> Result<()> {
         let staging = Staging::of(jobs.iter().map(|job| (job.param, job.step)), self.device);
-        let mut lanes = Lanes::new(staging, backend.ledger())?;
+        let mut lanes =
+            Lanes::new(staging, backend.ledger()).map_err(|error| error.of(Allocation::Host))?;
         let (mut done, mut bytes) = (loaded, 0);
         if jobs.is_empty() {
             progress.report(&Progress::Loading {

@@ -4,6 +4,8 @@
 //! the graph was recorded; what it asserts about layout in memory (contiguous rows, contiguous tensors) is met here, by
 //! copying where a view does not fit.
 
+use std::collections::HashMap;
+
 use sd_backend::{Backend, DeviceKind};
 use sd_ggml_sys as sys;
 
@@ -26,6 +28,26 @@ pub(crate) struct Lowered {
     pub kept: Vec<(TensorId, RawTensor)>,
     /// One per recorded output if the segment computes them; never a view, so that it can be read in one piece.
     pub outputs: Vec<RawTensor>,
+    /// What lies in a cache, where each run has another.
+    pub slots: Vec<SlotTensors>,
+}
+
+/// A place that each run says anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Number of an entry that is read.
+    Cached(usize),
+    /// Number of a value that is stored.
+    Stored(usize),
+}
+
+/// The tensors of a graph that lie in such a place.
+#[derive(Debug)]
+pub(crate) struct SlotTensors {
+    pub slot: Slot,
+    pub leaf: RawTensor,
+    /// All views of it in the graph. ggml's views are of what has memory, never of one another.
+    pub views: Vec<RawTensor>,
 }
 
 // SAFETY: all pointers lead into the arena, which is owned and may be sent.
@@ -45,17 +67,21 @@ pub(crate) fn lower(
     segment: &Segment,
     backend: &Backend,
 ) -> Result<Lowered, ArenaFull> {
-    let named = segment.keeps.len() + recording.outputs.len();
+    let named = segment.keeps.len() + recording.outputs.len() + segment.stores.len() * 2;
     let capacity =
         segment.nodes.len() * TENSORS_PER_OPERATION + named * 2 + recording.kept.len() * 4;
     let arena = Arena::new(capacity, true)?;
     let mut tensors: Vec<Option<RawTensor>> = vec![None; recording.nodes.len()];
     let mut leaves = Vec::new();
+    let mut slots = Vec::new();
     for &id in &segment.nodes {
         let node = recording.node(id);
         let lowered = if node.op.is_leaf() || segment.takes.binary_search(&id).is_ok() {
             let leaf = arena.tensor(node.dtype, node.shape)?;
             leaves.push((id, leaf));
+            if let Op::Cached(index) = node.op {
+                slots.push((Slot::Cached(index), leaf));
+            }
             leaf
         } else {
             arena.take(TENSORS_PER_OPERATION)?;
@@ -93,6 +119,28 @@ pub(crate) fn lower(
         }
         Ok(tensor)
     };
+    // First, so that each value is stored as soon as it is there and does not wait for the end of the graph.
+    for &number in &segment.stores {
+        let store = recording.stores.get(number).ok_or(ArenaFull)?;
+        let value = tensors[store.value.index()].ok_or(ArenaFull)?;
+        let target = arena.tensor(store.entry.dtype, store.entry.shape)?;
+        arena.take(2)?;
+        let lowering = Lowering {
+            arena: &arena,
+            backend,
+        };
+        // SAFETY: all tensors are live and the graph holds their nodes (`capacity`); room is taken first. The target has
+        // the value's shape and is contiguous; rows that become blocks are whole ones (`storable`) and contiguous.
+        unsafe {
+            let value = match store.entry.dtype.is_quantized() {
+                true => lowering.whole(value)?,
+                false => value,
+            };
+            let write = sys::ggml_cpy(arena.as_ptr(), value.as_ptr(), target.as_ptr());
+            sys::ggml_build_forward_expand(graph, non_null(write)?.as_ptr());
+        }
+        slots.push((Slot::Stored(number), target));
+    }
     let keep = |&id: &TensorId| Ok((id, result(id)?));
     let kept = segment.keeps.iter().map(keep).collect::<Result<_, _>>()?;
     let outputs = match segment.is_last {
@@ -103,12 +151,43 @@ pub(crate) fn lower(
         lower_kept(recording, &arena, graph, &tensors)?;
     }
     Ok(Lowered {
+        slots: with_views(slots, graph),
         graph,
         leaves,
         kept,
         outputs,
         _arena: arena,
     })
+}
+
+/// Finds the views of `slots` among the nodes of their graph.
+fn with_views(slots: Vec<(Slot, RawTensor)>, graph: *mut sys::ggml_cgraph) -> Vec<SlotTensors> {
+    let mut found: Vec<SlotTensors> = Vec::with_capacity(slots.len());
+    let mut by_leaf = HashMap::with_capacity(slots.len());
+    for (slot, leaf) in slots {
+        by_leaf.insert(leaf.as_ptr(), found.len());
+        found.push(SlotTensors {
+            slot,
+            leaf,
+            views: Vec::new(),
+        });
+    }
+    if found.is_empty() {
+        return found;
+    }
+    // SAFETY: the graph and its nodes live in the arena; indices stay below the count.
+    let nodes = unsafe {
+        (0..sys::ggml_graph_n_nodes(graph))
+            .filter_map(|index| RawTensor::new(sys::ggml_graph_node(graph, index)))
+    };
+    for node in nodes {
+        // SAFETY: as above.
+        let root = unsafe { node.as_ref() }.view_src;
+        if let Some(&index) = by_leaf.get(&root) {
+            found[index].views.push(node);
+        }
+    }
+    found
 }
 
 /// Puts what states are to hold behind everything else: first all new values, so that whoever reads a state comes before

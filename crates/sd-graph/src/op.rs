@@ -9,6 +9,8 @@ pub(crate) enum Op {
     Constant(usize),
     /// Number of a model's parameter.
     Param(usize),
+    /// Number of an entry of a runner's cache that is read.
+    Cached(usize),
     /// Element by element, the second operand repeated.
     Binary(Binary),
     /// `x * scale + offset`.
@@ -58,7 +60,10 @@ pub(crate) enum Op {
 impl Op {
     /// Whether its value is there before anything is computed.
     pub(crate) fn is_leaf(&self) -> bool {
-        matches!(self, Op::Input | Op::Constant(_) | Op::Param(_))
+        matches!(
+            self,
+            Op::Input | Op::Constant(_) | Op::Param(_) | Op::Cached(_)
+        )
     }
 
     /// Whether it shows its operand's memory in another way, and costs nothing.

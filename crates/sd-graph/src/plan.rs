@@ -8,9 +8,10 @@ use crate::acquire::{Pool, SharedStream, acquire};
 use crate::error::{Error, Result};
 use crate::form::{Draft, Form};
 use crate::graph::{Element, Graph, Named, Recording, TensorId, check_index};
-use crate::param::Param;
+use crate::param::{Param, Place};
 use crate::ring::Ring;
 use crate::run::{Cancel, Reporter, RunReport};
+use crate::runner_cache::{RunnerCache, stored_bytes};
 use crate::running;
 use crate::segment::{Partition, Segment};
 use crate::stream::sizes;
@@ -32,7 +33,16 @@ pub struct Plan {
     /// One per input: whether it was set since the last run.
     pub(crate) is_set: Vec<bool>,
     pub(crate) has_run: bool,
+    /// The cache of the next run, and where in it the entries lie that the graph reads.
+    pub(crate) attached: Option<Attached>,
     device: Device,
+}
+
+/// A cache as it was when a plan was given it.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    pub cache: RunnerCache,
+    pub read: Vec<Place>,
 }
 
 /// What a graph would need, found without allocating anything.
@@ -53,6 +63,8 @@ pub struct Estimate {
     pub segmented_bytes: u64,
     /// The least bytes in which its parameters can come and go while it runs in segments.
     pub streamed_weight_bytes: u64,
+    /// Bytes that a run stores in its cache.
+    pub cache_bytes: u64,
 }
 
 /// How a plan runs.
@@ -127,6 +139,7 @@ impl Plan {
             is_set: vec![false; recording.inputs.len()],
             recording,
             has_run: false,
+            attached: None,
             device: backend.device(),
         };
         plan.acquire(backend, &Cancel::new())?;
@@ -173,10 +186,27 @@ impl Plan {
         Ok(())
     }
 
+    /// Gives the next run the cache that its graph reads with [`Graph::cached`] and stores into with [`Graph::store`]. It is
+    /// used up by the run, like an input. What is read is what the cache holds now; what is stored takes its place when all
+    /// of the run, of other plans that [run together](Plan::run_together) too, has succeeded.
+    ///
+    /// # Errors
+    /// [`Error::Cache`] when the cache lacks an entry, or has it in another shape or type or on another device.
+    pub fn attach(&mut self, cache: &RunnerCache) -> Result<()> {
+        self.attached = None;
+        let read = cache.find(&self.recording.cached, self.device)?;
+        self.attached = Some(Attached {
+            cache: cache.clone(),
+            read,
+        });
+        Ok(())
+    }
+
     /// Computes all outputs. Inputs are used up: each must be set again before the next run.
     ///
     /// # Errors
-    /// [`Error::InputNotSet`], [`Error::WrongDevice`], or [`Error::Backend`]. After an error the plan can be run again.
+    /// [`Error::InputNotSet`], [`Error::NotAttached`], [`Error::WrongDevice`], or [`Error::Backend`]; when memory runs out
+    /// for what it stores, [`Error::OutOfMemory`]. After an error the plan can be run again.
     pub fn run(&mut self, backend: &mut Backend, cancel: &Cancel) -> Result<RunReport> {
         self.run_with(backend, cancel, &mut |_: &crate::Progress| {})
     }
@@ -233,6 +263,9 @@ impl Plan {
                 found: backend.device().name(),
                 wanted: self.device.name(),
             });
+        }
+        if self.attached.is_none() && self.recording.uses_cache() {
+            return Err(Error::NotAttached);
         }
         let inputs = self.recording.inputs.iter().zip(&self.is_set);
         let mut missing = inputs.filter(|(input, is_set)| !**is_set && !given_later(&input.name));
@@ -361,6 +394,7 @@ impl Estimate {
             segments,
             segmented_bytes,
             streamed_weight_bytes: streamed,
+            cache_bytes: stored_bytes(&recording, device),
         })
     }
 }

@@ -93,8 +93,8 @@ pub struct RunReport {
     pub weight_bytes: u64,
     /// Bytes of inputs that were moved to the device.
     pub input_bytes: u64,
-    /// What was held on the device through its ledger, by kind, when the run was over. A run allocates nothing, so it was
-    /// no more meanwhile.
+    /// What was held on the device through its ledger, by kind, when all was computed. A run allocates nothing but what it
+    /// stores in its cache, which it does first, so it was no more meanwhile.
     pub used: Usage,
 }
 

@@ -7,8 +7,11 @@ use sd_backend::{Backend, Buffer, Device};
 
 use crate::error::{Error, Result};
 use crate::form::Form;
+use crate::lower::Slot;
+use crate::param::Place;
 use crate::plan::Plan;
 use crate::run::{Cancel, Progress, Reporter, RunReport};
+use crate::runner_cache::{self, Pending, RunnerCache};
 use crate::state::{self, State};
 use crate::stream::Stream;
 
@@ -24,6 +27,63 @@ pub(crate) fn run(
         cancel.check()?;
         plan.acquire(backend, cancel)?;
     }
+    let stored_into = stored_into(plans);
+    let _alone = runner_cache::lock(&stored_into);
+    let outcome = attach(plans, backend).and_then(|pending| {
+        let report = run_attached(plans, backend, cancel, progress)?;
+        Ok((pending, report))
+    });
+    for plan in &mut *plans {
+        if let Some(form) = &mut plan.form {
+            form.detach();
+        }
+    }
+    let (pending, report) = outcome?;
+    for (cache, pending) in pending {
+        cache.commit(pending);
+    }
+    Ok(report)
+}
+
+/// The caches that a run of `plans` stores into, each once.
+fn stored_into(plans: &[&mut Plan]) -> Vec<RunnerCache> {
+    let mut caches: Vec<RunnerCache> = Vec::new();
+    let storing = plans
+        .iter()
+        .filter(|plan| !plan.recording.stores.is_empty());
+    for attached in storing.filter_map(|plan| plan.attached.as_ref()) {
+        if !caches.contains(&attached.cache) {
+            caches.push(attached.cache.clone());
+        }
+    }
+    caches
+}
+
+/// Takes memory for all that `plans` store, and lets their graphs point there and to what they read.
+fn attach(plans: &mut [&mut Plan], backend: &Backend) -> Result<Vec<(RunnerCache, Pending)>> {
+    let mut all = Vec::new();
+    for plan in plans {
+        let (Some(form), Some(attached)) = (&mut plan.form, &plan.attached) else {
+            continue;
+        };
+        let pending = Pending::allocate(&plan.recording, backend)?;
+        let stored: Vec<&Place> = pending.places().collect();
+        form.attach(backend, |slot| match slot {
+            Slot::Cached(index) => attached.read.get(index).cloned(),
+            Slot::Stored(index) => stored.get(index).copied().cloned(),
+        })?;
+        all.push((attached.cache.clone(), pending));
+    }
+    Ok(all)
+}
+
+/// Runs plans whose graphs have all their memory.
+fn run_attached(
+    plans: &mut [&mut Plan],
+    backend: &mut Backend,
+    cancel: &Cancel,
+    progress: &mut dyn Reporter,
+) -> Result<RunReport> {
     let mut report = RunReport::default();
     for plan in &mut *plans {
         if let Some(form) = &plan.form {
@@ -33,6 +93,7 @@ pub(crate) fn run(
                 .sum::<u64>();
         }
         plan.is_set.fill(false);
+        plan.attached = None;
         plan.has_run = false;
     }
     let are_alike = plans.windows(2).all(|pair| {

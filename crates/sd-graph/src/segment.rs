@@ -33,6 +33,8 @@ pub(crate) struct Segment {
     pub takes: Vec<TensorId>,
     /// What it keeps for later ones.
     pub keeps: Vec<TensorId>,
+    /// Numbers of the values that it puts into the cache of a run.
+    pub stores: Vec<usize>,
     /// Whether the recording's outputs are computed here.
     pub is_last: bool,
 }
@@ -49,6 +51,7 @@ impl Segment {
                 .collect(),
             takes: Vec::new(),
             keeps: Vec::new(),
+            stores: (0..recording.stores.len()).collect(),
             is_last: true,
         }
     }
@@ -60,7 +63,7 @@ impl Partition {
     /// # Errors
     /// What is wrong with the pieces: a mistake in this file.
     pub(crate) fn of(recording: &Recording) -> Result<Partition, String> {
-        let partition = Cutting::new(recording).cut();
+        let partition = Cutting::new(recording).cut(&storing(recording));
         partition.validate(recording)?;
         Ok(partition)
     }
@@ -95,13 +98,14 @@ impl Partition {
     pub(crate) fn validate(&self, recording: &Recording) -> Result<(), String> {
         let mut kept_in: HashMap<TensorId, usize> = HashMap::new();
         let mut computed = vec![false; recording.nodes.len()];
+        let mut stored = vec![false; recording.stores.len()];
         for (index, segment) in self.segments.iter().enumerate() {
             let wrong = |what: &str| Err(format!("segment {index} ({}) {what}", segment.name));
             if segment.is_last != (index + 1 == self.segments.len()) {
                 return wrong("is not where the outputs are computed");
             }
-            if !segment.is_last && segment.keeps.is_empty() {
-                return wrong("keeps nothing");
+            if !segment.is_last && segment.keeps.is_empty() && segment.stores.is_empty() {
+                return wrong("keeps and stores nothing");
             }
             for list in [&segment.nodes, &segment.takes, &segment.keeps] {
                 if !list.is_sorted_by(|a, b| a < b) {
@@ -111,6 +115,15 @@ impl Partition {
             let within = |id: &TensorId| segment.nodes.binary_search(id).is_ok();
             if !segment.takes.iter().chain(&segment.keeps).all(within) {
                 return wrong("takes or keeps what it does not refer to");
+            }
+            for &number in &segment.stores {
+                match recording.stores.get(number) {
+                    Some(store) if within(&store.value) => {}
+                    _ => return wrong("stores what it does not refer to"),
+                }
+                if std::mem::replace(&mut stored[number], true) {
+                    return wrong("stores what another has stored");
+                }
             }
             for &id in &segment.nodes {
                 let node = recording
@@ -135,6 +148,9 @@ impl Partition {
                     return wrong("keeps what another has kept");
                 }
             }
+        }
+        if let Some(number) = stored.iter().position(|stored| !stored) {
+            return Err(format!("no segment stores value {number}"));
         }
         let last = last_uses(&self.segments);
         if let Some(id) = kept_in.keys().find(|id| !last.contains_key(*id)) {
@@ -168,10 +184,11 @@ fn results(recording: &Recording) -> impl Iterator<Item = TensorId> {
     outputs.chain(kept.flat_map(|&(state, value)| [state, value]))
 }
 
-/// Which tensors the outputs need.
+/// Which tensors the outputs need, and what is stored.
 fn live(recording: &Recording) -> Vec<bool> {
     let mut live = vec![false; recording.nodes.len()];
-    for result in results(recording) {
+    let stores = recording.stores.iter().map(|store| store.value);
+    for result in results(recording).chain(stores) {
         live[result.index()] = true;
     }
     // Sources come before what is made of them.
@@ -194,6 +211,37 @@ pub(crate) fn root(recording: &Recording, mut id: TensorId) -> TensorId {
         }
     }
     id
+}
+
+/// For each value that is stored the number of the group whose segment does it: the one that computes the last of what it
+/// is made of, so that nothing is kept for it.
+fn storing(recording: &Recording) -> Vec<usize> {
+    if recording.stores.is_empty() {
+        return Vec::new();
+    }
+    // What is computed where if nothing is stored.
+    let mut cutting = Cutting::new(recording);
+    let groups = cutting.groups();
+    let last = groups.len() - 1;
+    for (number, (name, targets)) in groups.into_iter().enumerate() {
+        cutting.segment(name, &targets, Vec::new(), number == last);
+    }
+    let stores = recording.stores.iter().map(|store| {
+        let mut seen = vec![false; recording.nodes.len()];
+        let mut waiting = vec![store.value];
+        let mut segment = 0;
+        while let Some(id) = waiting.pop() {
+            if std::mem::replace(&mut seen[id.index()], true) {
+                continue;
+            }
+            match cutting.computed_in[id.index()] {
+                Some(number) => segment = segment.max(number),
+                None => waiting.extend(&recording.node(id).sources),
+            }
+        }
+        segment
+    });
+    stores.collect()
 }
 
 /// The state of cutting, all of it by tensor.
@@ -223,7 +271,8 @@ impl<'r> Cutting<'r> {
         }
     }
 
-    fn cut(mut self) -> Partition {
+    /// The groups of tensors that were marked, in the order of their first marks, and the outputs behind them.
+    fn groups(&mut self) -> Vec<(&'r str, Vec<TensorId>)> {
         let recording = self.recording;
         let live = live(recording);
         let mut groups: Vec<(&str, Vec<TensorId>)> = Vec::new();
@@ -243,11 +292,27 @@ impl<'r> Cutting<'r> {
             // What is read after the run is worth keeping.
             self.is_marked[root(recording, output).index()] = true;
         }
-        for (name, targets) in groups {
-            self.segment(name, &targets, false);
-        }
-        self.segment(FINAL, &outputs, true);
+        groups.push((FINAL, outputs));
+        groups
+    }
 
+    /// Makes a segment of each group; `storing` says for each value that is stored which of them does it.
+    fn cut(mut self, storing: &[usize]) -> Partition {
+        let groups = self.groups();
+        let last = groups.len() - 1;
+        for (number, (name, mut targets)) in groups.into_iter().enumerate() {
+            let stores = storing.iter().enumerate();
+            let stores: Vec<usize> = stores
+                .filter(|&(_, &segment)| segment == number)
+                .map(|(store, _)| store)
+                .collect();
+            targets.extend(
+                stores
+                    .iter()
+                    .map(|&store| self.recording.stores[store].value),
+            );
+            self.segment(name, &targets, stores, number == last);
+        }
         self.finish()
     }
 
@@ -274,7 +339,9 @@ impl<'r> Cutting<'r> {
                     segment.keeps.push(id);
                 }
             }
-            segments.retain(|(_, segment)| segment.is_last || !segment.keeps.is_empty());
+            segments.retain(|(_, segment)| {
+                segment.is_last || !segment.keeps.is_empty() || !segment.stores.is_empty()
+            });
             if segments.len() == before {
                 break;
             }
@@ -301,7 +368,7 @@ impl<'r> Cutting<'r> {
     }
 
     /// Walks from `targets` back to leaves and to what earlier segments have.
-    fn segment(&mut self, name: &str, targets: &[TensorId], is_last: bool) {
+    fn segment(&mut self, name: &str, targets: &[TensorId], stores: Vec<usize>, is_last: bool) {
         let number = self.partition.segments.len();
         let mut seen = vec![false; self.recording.nodes.len()];
         let (mut nodes, mut takes) = (Vec::new(), Vec::new());
@@ -329,6 +396,7 @@ impl<'r> Cutting<'r> {
             nodes,
             takes,
             keeps: Vec::new(),
+            stores,
             is_last,
         });
     }
@@ -360,7 +428,7 @@ impl<'r> Cutting<'r> {
             .filter(|&source| {
                 // These are there for every segment; a parameter would have to be brought for another one.
                 let op = &self.recording.node(source).op;
-                !matches!(op, Op::Input | Op::Constant(_))
+                !matches!(op, Op::Input | Op::Constant(_) | Op::Cached(_))
             })
             .map(|source| self.bytes(source))
             .sum();

@@ -72,8 +72,8 @@ impl Split {
     /// on it now, less what any device computes in. A device may get nothing. Nothing is loaded or allocated.
     ///
     /// # Errors
-    /// [`Error::Graph`] with the first mistake in the graph, or if it keeps [states](crate::State), which lie on one
-    /// device; [`Error::Unsupported`].
+    /// [`Error::Graph`] with the first mistake in the graph, or if it keeps [states](crate::State) or uses a
+    /// [cache](crate::RunnerCache), which lie on one device; [`Error::Unsupported`].
     ///
     /// Where weights come and go, room is left for so many `plans` of one size at once.
     pub fn of(
@@ -82,7 +82,7 @@ impl Split {
         build: impl for<'g> FnOnce(Graph<'g>),
     ) -> Result<Split> {
         let recording = Recording::of(build)?;
-        refuse_states(&recording)?;
+        refuse_kept(&recording)?;
         let partition = partition(&recording);
         let needed = partition.params(&recording, |_| true);
         let mut rooms = Vec::with_capacity(backends.len());
@@ -159,7 +159,7 @@ impl Split {
     /// The recordings of what each device computes of `recording`, and what is handed over between them. Devices without
     /// segments have none.
     pub(crate) fn parts(&self, recording: &Recording) -> Result<Vec<Part>> {
-        refuse_states(recording)?;
+        refuse_kept(recording)?;
         let partition = partition(recording);
         let mut starts = Vec::new();
         for (number, share) in self.shares.iter().enumerate() {
@@ -244,11 +244,11 @@ fn assign(segments: &[Vec<(usize, u64)>], rooms: &[u64]) -> Vec<Range<usize>> {
         .collect()
 }
 
-fn refuse_states(recording: &Recording) -> Result<()> {
-    match recording.states.is_empty() {
+fn refuse_kept(recording: &Recording) -> Result<()> {
+    match recording.states.is_empty() && !recording.uses_cache() {
         true => Ok(()),
         false => Err(mistake(
-            "the graph keeps states, which lie on one device".to_owned(),
+            "the graph keeps values between runs, which lie on one device".to_owned(),
         )),
     }
 }

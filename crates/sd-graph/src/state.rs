@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use sd_backend::{Backend, DType, MemoryKind};
 use sd_ggml_sys as sys;
 
-use crate::error::Result;
+use crate::error::{Allocation, Result};
 use crate::load::allocate;
 use crate::param::Param;
 use crate::raw::{Arena, bytes_on};
@@ -52,7 +52,7 @@ impl State {
     /// they had.
     ///
     /// # Errors
-    /// [`Error::Backend`](crate::Error::Backend) when memory runs out; nothing stays allocated then.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory); nothing stays allocated then.
     pub fn allocate<'s>(
         states: impl IntoIterator<Item = &'s State>,
         backend: &Backend,
@@ -66,7 +66,8 @@ impl State {
             // SAFETY: the arena is alive to the end of this function.
             sizes.push(unsafe { bytes_on(tensor, backend.device()) });
         }
-        let places = allocate(backend, sizes.into_iter(), MemoryKind::Cache)?;
+        let places = allocate(backend, sizes.into_iter(), MemoryKind::Cache)
+            .map_err(|error| error.of(Allocation::Capture))?;
         for (state, place) in states.into_iter().zip(places) {
             if place.offset == 0 {
                 // SAFETY: the buffer was just made and nobody else knows it.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use sd_backend::{Backend, Buffer, Device, MemoryKind};
 
-use crate::error::{Error, Result};
+use crate::error::{Allocation, Error, Result};
 use crate::load::allocate;
 use crate::load_plan::{Staging, Step, step};
 use crate::param::{Home, Param, Place};
@@ -181,7 +181,8 @@ impl Stream {
             segment.is_loaded = segment.loads.is_empty();
             passing.push(segment);
         }
-        let mut lanes = Lanes::new(staging, backend.ledger())?;
+        let mut lanes =
+            Lanes::new(staging, backend.ledger()).map_err(|error| error.of(Allocation::Host))?;
         bring(&resident, &mut lanes, backend.device(), cancel)?;
         let keys = ring.stays.iter().map(|&(key, _)| key);
         Ok(Stream {

@@ -39,6 +39,7 @@ impl Workspace {
         let elsewhere: Vec<RawTensor> = leaves
             .chain(&lowered.kept)
             .map(|&(_, tensor)| tensor)
+            .chain(lowered.slots.iter().map(|slot| slot.leaf))
             // A graph may be measured after some of its leaves were bound.
             // SAFETY: the tensors live in the arena of `lowered`.
             .filter(|tensor| unsafe { tensor.as_ref() }.data.is_null())

@@ -237,23 +237,19 @@ impl Seating {
 
     /// Adds to memory that ran out which budget would do.
     pub(crate) fn explain(&self, error: Error) -> Error {
-        let source = match error {
-            Error::Engine(
-                sd_graph::Error::Backend(source @ sd_backend::Error::OutOfMemory { .. })
-                | sd_graph::Error::TooLittleMemory { source, .. },
-            ) => source,
-            _ => return error,
+        let Error::Engine(engine) = &error else {
+            return error;
         };
-        let sd_backend::Error::OutOfMemory { device, .. } = &source else {
-            return source.into();
+        let Some(source @ sd_backend::Error::OutOfMemory { device, .. }) = engine.refusal() else {
+            return error;
         };
         let mut needs = self.devices.iter();
         match needs.find(|need| need.device.name() == *device) {
             Some(need) => Error::TooLittleMemory {
                 smallest: need.smallest,
-                source,
+                source: source.clone(),
             },
-            None => source.into(),
+            None => error,
         }
     }
 

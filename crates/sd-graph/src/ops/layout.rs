@@ -162,11 +162,12 @@ impl<'g> Tensor<'g> {
         )
     }
 
-    /// The same values in another unquantised floating-point type.
+    /// The same values in another unquantised floating-point type. Blocks of Q8_0 become F32.
     #[track_caller]
     pub fn cast(self, dtype: DType) -> Tensor<'g> {
         let known = |dtype: DType| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-        let rule = if known(self.dtype()) && known(dtype) {
+        let is_unpacked = (self.dtype(), dtype) == (DType::Q8_0, DType::F32);
+        let rule = if is_unpacked || (known(self.dtype()) && known(dtype)) {
             Ok(self.shape())
         } else {
             Err(format!("{} cannot become {dtype}", self.dtype()).into())

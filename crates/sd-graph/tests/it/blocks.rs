@@ -19,11 +19,11 @@ pub(crate) const TOKENS: usize = 16;
 
 /// A small transformer without attention: a prelude, blocks, and a head that shares a parameter with the prelude.
 pub(crate) struct Model {
-    first: Param,
-    shared: Param,
-    up: Vec<Param>,
-    down: Vec<Param>,
-    head: Param,
+    pub(crate) first: Param,
+    pub(crate) shared: Param,
+    pub(crate) up: Vec<Param>,
+    pub(crate) down: Vec<Param>,
+    pub(crate) head: Param,
 }
 
 pub(crate) fn file(folder: &Path) -> Checkpoint {

@@ -8,6 +8,7 @@
 )]
 
 mod blocks;
+mod caches;
 mod checkpoint;
 mod convert;
 mod corpus;
