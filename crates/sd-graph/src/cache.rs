@@ -8,6 +8,7 @@ use crate::acquire::Pool;
 use crate::error::Result;
 use crate::graph::Graph;
 use crate::plan::Plan;
+use crate::relief::{Relief, with_relief};
 
 /// Plans by the shapes they were built for. Equal shapes share a plan; beyond its room the plan used longest ago goes.
 ///
@@ -18,6 +19,14 @@ pub struct PlanCache<K> {
     plans: Vec<(K, Plan)>,
     room: usize,
     pool: Arc<Mutex<Pool>>,
+}
+
+impl<K> Relief for PlanCache<K> {
+    fn release_plans(&mut self) -> bool {
+        let had_any = !self.plans.is_empty();
+        self.plans.clear();
+        had_any
+    }
 }
 
 impl<K: PartialEq> PlanCache<K> {
@@ -33,7 +42,7 @@ impl<K: PartialEq> PlanCache<K> {
 
     /// The plan for `key`, built by `build` if there is none.
     ///
-    /// If memory runs out while building, all other plans are given up and it is tried once more.
+    /// If memory runs out while building, all other plans are given up and it is tried once more ([`with_relief`]).
     ///
     /// # Errors
     /// Those of [`Plan::build`].
@@ -44,26 +53,19 @@ impl<K: PartialEq> PlanCache<K> {
         build: impl for<'g> Fn(Graph<'g>),
     ) -> Result<&mut Plan> {
         let build = |_: &K, g: Graph<'_>| build(g);
-        let known = self.plans.iter().any(|(known, _)| *known == key);
-        let mut plan = match known {
+        let plan = match self.plans.iter().any(|(known, _)| *known == key) {
             true => None,
-            false => Some(self.build(&key, self.room, backend, &build)),
+            false => Some(with_relief(self, |cache| {
+                cache.build(&key, cache.room, backend, &build)
+            })?),
         };
-        if let Some(Err(error)) = &plan
-            && error.is_out_of_memory()
-            && !self.plans.is_empty()
-        {
-            tracing::warn!("{error}; giving up {} idle plans", self.plans.len());
-            self.plans.clear();
-            plan = Some(self.build(&key, self.room, backend, &build));
-        }
-        let index = self.keep(key, plan.transpose()?);
+        let index = self.keep(key, plan);
         Ok(&mut self.plans[index].1)
     }
 
     /// The plans for all `keys`, which differ, in their order, to be [run together](Plan::run_together).
     ///
-    /// If memory runs out while building, all plans are given up and it is tried once more.
+    /// If memory runs out while building, all plans are given up and it is tried once more ([`with_relief`]).
     ///
     /// # Errors
     /// Those of [`Plan::build`].
@@ -77,14 +79,7 @@ impl<K: PartialEq> PlanCache<K> {
         K: Clone,
     {
         let room = self.room.max(keys.len());
-        if let Err(error) = self.ensure_all(keys, room, backend, &build) {
-            if !error.is_out_of_memory() || self.plans.is_empty() {
-                return Err(error);
-            }
-            tracing::warn!("{error}; giving up {} plans", self.plans.len());
-            self.plans.clear();
-            self.ensure_all(keys, room, backend, &build)?;
-        }
+        with_relief(self, |cache| cache.ensure_all(keys, room, backend, &build))?;
         let mut found: Vec<(usize, &mut Plan)> = self
             .plans
             .iter_mut()

@@ -315,7 +315,13 @@ fn what_does_not_belong_together_is_refused() {
         g.keep(&state, x);
     };
     let error = Split::of(&[one, two], 1, keeps).unwrap_err();
-    assert!(error.to_string().contains("states"), "{error}");
+    assert!(error.to_string().contains("between runs"), "{error}");
+    let stores = |g: Graph<'_>| {
+        let x = g.input::<f32>("x", [4, 4]);
+        g.store("x", x, sd_backend::DType::F32);
+    };
+    let error = Split::of(&[one, two], 1, stores).unwrap_err();
+    assert!(error.to_string().contains("between runs"), "{error}");
 
     let mut plan = loaded.plan().unwrap();
     plan.set("x", &values(TOKENS * DIM, 0)).unwrap();
