@@ -159,6 +159,11 @@ impl<K: PartialEq> PlanCache<K> {
         self.plans.is_empty()
     }
 
+    /// Gives up the plans whose keys are not `wanted`.
+    pub fn retain(&mut self, wanted: impl Fn(&K) -> bool) {
+        self.plans.retain(|(key, _)| wanted(key));
+    }
+
     /// Gives up all plans and their memory.
     pub fn clear(&mut self) {
         self.plans.clear();

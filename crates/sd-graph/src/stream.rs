@@ -195,9 +195,14 @@ impl Stream {
         })
     }
 
-    /// Whether it is for the parameters of `segments` on `device`, in their order.
+    /// Whether it has the parameters of `segments` on `device`, each segment's where it brings that segment's.
     pub(crate) fn serves(&self, segments: &[Vec<Param>], device: Device) -> bool {
-        self.device == device && self.order == keys_of(segments)
+        let has_all = |(have, wanted): (&Vec<usize>, &Vec<Param>)| {
+            wanted.iter().all(|param| have.contains(&param.key()))
+        };
+        self.device == device
+            && self.order.len() == segments.len()
+            && self.order.iter().zip(segments).all(has_all)
     }
 
     /// Whether everything stays.
