@@ -10,9 +10,9 @@ use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes}
 use crate::config::read_json;
 use crate::error::Result;
 use crate::pipeline::Pipeline;
-use crate::qwen_image_2_1::{IN_ORDER, QwenImage21};
+use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21};
 use crate::request::{Defaults, rounded};
-use crate::seating::{Backends, MemoryPlan, Seating, Wishes};
+use crate::seating::{Backends, MemoryPlan, Scene, Seating, Wishes};
 
 /// Tokens of a prompt of common length, for what is decided before there is one.
 const COMMON_PROMPT: usize = 64;
@@ -44,6 +44,13 @@ impl PipelineBuilder {
     /// Says whether weight files may be used where they lie in memory. [`Mapping::Auto`] if not called.
     pub fn mapping(mut self, mapping: Mapping) -> Self {
         self.wishes.mapping = mapping;
+        self
+    }
+
+    /// Says whether keys and values of prompts are kept between steps, which saves the time to compute them again, and in
+    /// which type. [`PrefixCache::F32`] if not called. Where memory does not suffice they are not kept.
+    pub fn prefix_cache(mut self, prefix: PrefixCache) -> Self {
+        self.wishes.prefix = prefix;
         self
     }
 
@@ -94,8 +101,12 @@ impl PipelineBuilder {
             &model,
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
-            (tokens.max(1), 1),
-            (height / scale, width / scale).into(),
+            Scene {
+                tokens: tokens.max(1),
+                passes: 1,
+                canvas: (height / scale, width / scale).into(),
+                reads_prefix: true,
+            },
             |_| 0,
         )?;
         Ok(MemoryPlan {
@@ -104,6 +115,7 @@ impl PipelineBuilder {
             seats: seating.seats,
             devices: seating.devices,
             fallbacks: model.fallbacks().cloned().collect(),
+            prefix_cache: seating.prefix,
         })
     }
 
@@ -142,8 +154,12 @@ impl PipelineBuilder {
             &model,
             &self.wishes,
             &mut backends,
-            (COMMON_PROMPT, 1),
-            size.into(),
+            Scene {
+                tokens: COMMON_PROMPT,
+                passes: 1,
+                canvas: size.into(),
+                reads_prefix: true,
+            },
             |_| 0,
         )?;
         // What does not fit now may still do for a smaller picture, unless not even the weights get in.

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use sd_graph::{Allocation, FailureKind};
+
 use crate::qwen_image_2_1::SIZE_MULTIPLE;
 use crate::request::SMALLEST_TILE;
 
@@ -106,6 +108,11 @@ pub enum Error {
     /// A guidance scale that is no number from 1 up.
     #[error("a guidance of {0}: it must be a number from 1 (no guidance) up")]
     Guidance(f32),
+    /// Options of a model that are not known or cannot have this value.
+    #[error(
+        "`{0}` is no option of a model; possible are qwen_image_2_1_prefix_cache=true|false and qwen_image_2_1_prefix_cache_type=f32|f16|q8_0"
+    )]
+    ModelArgs(String),
     /// A prompt that the model cannot read.
     #[error("the prompt {0}")]
     Prompt(String),
@@ -144,18 +151,29 @@ pub enum Error {
 }
 
 impl Error {
+    /// What kind of failure this is: memory that ran out, and for what, or anything else.
+    pub fn failure(&self) -> FailureKind {
+        match self {
+            Error::Engine(error) => error.failure(),
+            Error::TooLittleMemory { .. } => FailureKind::Allocation(Allocation::Reserving),
+            _ => FailureKind::Other,
+        }
+    }
+
     /// Whether this is memory that ran out.
     pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            Error::Engine(error) => error.is_out_of_memory(),
-            Error::TooLittleMemory { .. } => true,
-            _ => false,
-        }
+        self.failure() != FailureKind::Other
     }
 
     /// Whether the run was cancelled by its caller.
     pub fn is_cancelled(&self) -> bool {
         matches!(self, Error::Engine(error) if error.is_cancelled())
+    }
+}
+
+impl sd_graph::Failure for Error {
+    fn failure(&self) -> FailureKind {
+        Error::failure(self)
     }
 }
 

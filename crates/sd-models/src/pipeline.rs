@@ -4,21 +4,21 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use sd_backend::{
-    Backend, BackendOptions, Component, Device, Mapping, MemoryReport, Residence, Seat,
+    Backend, BackendOptions, Component, DType, Device, Mapping, MemoryReport, Residence, Seat,
 };
-use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter};
+use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Relief, Reporter, with_relief};
 
 use crate::builder::{MAIN, PipelineBuilder, seat};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
 use crate::noise;
-use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, QwenImage21};
+use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImage21, Step};
 use crate::request::{
     Defaults, GenerateReport, LARGEST_SIDE, Request, SMALLEST_TILE, describe, rounded,
 };
 use crate::schedule::Schedule;
-use crate::seating::{Backends, DeviceNeed, Seating, Wishes};
+use crate::seating::{Backends, DeviceNeed, Scene, Seating, Wishes};
 
 /// A loaded model with a device to run on: encodes prompts and makes pictures.
 ///
@@ -109,10 +109,21 @@ impl Pipeline {
             None
         };
         // A picture that cannot be decoded is refused before minutes go into its latents.
-        self.make_room(request, negative.as_ref(), canvas, progress)?;
+        let saves = schedule.steps() > 1 || request.keeps_prefix;
+        self.make_room(request, negative.as_ref(), canvas, saves, progress)?;
+        let kept = self.seating.prefix.filter(|prefix| prefix.fits);
+        let release = (!request.keeps_prefix).then(|| Release {
+            model: self.model.identity(),
+            conditions: [request.condition]
+                .into_iter()
+                .chain(negative.as_ref())
+                .cloned()
+                .collect(),
+        });
 
         let started = Instant::now();
-        let (latents, streamed_bytes) = self.with_retry(Component::Diffusion, |pipeline| {
+        let idle = self.neighbours(Component::Diffusion);
+        let (latents, took) = self.with_retry(Component::Diffusion, |pipeline| {
             pipeline.with_part(
                 Component::Diffusion,
                 progress,
@@ -123,7 +134,9 @@ impl Pipeline {
                         backend,
                         cancel,
                         canvas,
-                        streamed_bytes: 0,
+                        prefix: kept.map(|prefix| prefix.dtype),
+                        idle: &idle,
+                        took: Took::default(),
                     };
                     let latents = run.denoise(
                         request.condition,
@@ -132,10 +145,12 @@ impl Pipeline {
                         &schedule,
                         progress,
                     )?;
-                    Ok((latents, run.streamed_bytes))
+                    Ok((latents, run.took))
                 },
             )
         })?;
+        // The decoder needs the room.
+        drop(release);
         let denoise = started.elapsed();
 
         let started = Instant::now();
@@ -161,7 +176,10 @@ impl Pipeline {
             decode: started.elapsed(),
             weight_bytes: self.loaded.bytes,
             compute_bytes: self.model.compute_bytes(),
-            streamed_bytes,
+            streamed_bytes: took.streamed_bytes,
+            prefix_bytes: took.prefix_bytes,
+            prefix_stores: took.stores,
+            prefix_reads: took.reads,
             ..plan
         };
         describe(&mut image, request, &report);
@@ -187,27 +205,31 @@ impl Pipeline {
         outcome
     }
 
-    /// Does `work` with `component`; if memory runs out, gives up what can be had again (all plans, and the weights of
-    /// other parts on the same device) and does it once more.
+    /// Does `work` with `component`; if memory runs out, gives up what can be had again (all plans, the weights of other
+    /// parts on the same device, what is kept of prompts) and does it once more.
     fn with_retry<T>(
         &mut self,
         component: Component,
         mut work: impl FnMut(&mut Pipeline) -> Result<T>,
     ) -> Result<T> {
-        match work(self) {
-            Err(error) if error.is_out_of_memory() => {
-                tracing::warn!("{error}; giving up idle plans and weights, and trying once more");
-                self.model.drop_plans();
-                let device = self.device_of(component);
-                for other in IN_ORDER {
-                    if other != component && self.device_of(other) == device {
-                        self.model.evict(other);
-                    }
-                }
-                work(self).map_err(|error| self.seating.explain(error))
-            }
-            outcome => outcome,
-        }
+        let idle = self.neighbours(component);
+        let outcome = with_relief(
+            &mut Working {
+                pipeline: self,
+                idle,
+            },
+            |working| work(working.pipeline),
+        );
+        outcome.map_err(|error| self.seating.explain(error))
+    }
+
+    /// The other parts on the device that runs `component`.
+    fn neighbours(&self, component: Component) -> Vec<Component> {
+        let device = self.device_of(component);
+        let others = IN_ORDER.into_iter().filter(|&other| other != component);
+        others
+            .filter(|&other| self.device_of(other) == device)
+            .collect()
     }
 
     /// Sees to it that every part can run for this picture: if what stays on a device leaves too little, parts whose
@@ -219,6 +241,7 @@ impl Pipeline {
         request: &Request<'_>,
         negative: Option<&Condition>,
         canvas: Canvas,
+        reads_prefix: bool,
         progress: &mut dyn Reporter,
     ) -> Result<()> {
         let tokens = request
@@ -231,19 +254,31 @@ impl Pipeline {
             .iter()
             .map(|need| (need.device, self.held_on(need.device)))
             .collect();
+        let own: Vec<&Condition> = [request.condition].into_iter().chain(negative).collect();
         let held = |device| {
             let mut held = held.iter();
-            held.find(|(found, _)| *found == device)
-                .map_or(0, |(_, bytes)| *bytes)
+            let bytes = held.find(|(found, _)| *found == device);
+            let kept: u64 = own
+                .iter()
+                .map(|condition| condition.prefix_bytes(device))
+                .sum();
+            bytes.map_or(0, |(_, bytes)| *bytes) + kept
         };
-        let seating = Seating::find(
-            &self.model,
-            &self.wishes,
-            &mut self.backends,
-            (tokens, 1 + u64::from(negative.is_some())),
+        let scene = Scene {
+            tokens,
+            passes: 1 + u64::from(negative.is_some()),
             canvas,
-            held,
-        )?;
+            reads_prefix,
+        };
+        let mut seating =
+            Seating::find(&self.model, &self.wishes, &mut self.backends, scene, held)?;
+        let is_easy = seating.devices.iter().all(DeviceNeed::fits)
+            && seating.prefix.is_none_or(|prefix| prefix.fits)
+            && seating.is_like(&self.seating);
+        // What is kept of other prompts goes before anything is moved.
+        if !is_easy && self.model.drop_other_prefixes(&own) {
+            seating = Seating::find(&self.model, &self.wishes, &mut self.backends, scene, held)?;
+        }
         seating.check(self.backends.ledger())?;
         let stays = |seats: &[Seat]| -> Vec<bool> {
             seats
@@ -276,6 +311,7 @@ impl Pipeline {
                 kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
             }
             self.seating.devices = seating.devices;
+            self.seating.prefix = seating.prefix;
         }
         Ok(())
     }
@@ -372,6 +408,9 @@ impl Pipeline {
             weight_bytes: 0,
             compute_bytes: 0,
             streamed_bytes: 0,
+            prefix_bytes: 0,
+            prefix_stores: 0,
+            prefix_reads: 0,
         })
     }
 
@@ -394,7 +433,85 @@ struct Denoising<'r> {
     backend: &'r mut Backend,
     cancel: &'r Cancel,
     canvas: Canvas,
+    /// The type in which keys and values of the conditions are kept, as long as they are.
+    prefix: Option<DType>,
+    /// Other parts on this device.
+    idle: &'r [Component],
+    took: Took,
+}
+
+/// What the steps took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Took {
     streamed_bytes: u64,
+    prefix_bytes: u64,
+    stores: usize,
+    reads: usize,
+}
+
+/// Whoever runs a part of a pipeline.
+struct Working<'p> {
+    pipeline: &'p mut Pipeline,
+    /// Other parts on the same device.
+    idle: Vec<Component>,
+}
+
+impl Relief for Working<'_> {
+    fn release_plans(&mut self) -> bool {
+        self.pipeline.model.drop_plans()
+    }
+
+    fn evict_weights(&mut self) -> bool {
+        evict(&mut self.pipeline.model, &self.idle)
+    }
+
+    fn drop_caches(&mut self) -> bool {
+        self.pipeline.model.drop_prefixes()
+    }
+}
+
+impl Relief for Denoising<'_> {
+    fn release_plans(&mut self) -> bool {
+        self.model.drop_plans()
+    }
+
+    fn evict_weights(&mut self) -> bool {
+        evict(self.model, self.idle)
+    }
+
+    fn drop_caches(&mut self) -> bool {
+        let was_kept = self.prefix.take().is_some();
+        if was_kept {
+            tracing::warn!(
+                "too little memory to keep keys and values of the prompt; they are computed at every step of this picture"
+            );
+        }
+        self.model.drop_prefixes() || was_kept
+    }
+}
+
+/// Takes the weights of `parts` out of memory, and says whether any were there.
+fn evict(model: &mut QwenImage21, parts: &[Component]) -> bool {
+    let mut had_any = false;
+    for &part in parts {
+        had_any |= model.weights(part).device_bytes() > 0;
+        model.evict(part);
+    }
+    had_any
+}
+
+/// Gives up what was kept of conditions when the steps are over, however they end.
+struct Release {
+    model: ModelIdentity,
+    conditions: Vec<Condition>,
+}
+
+impl Drop for Release {
+    fn drop(&mut self) {
+        for condition in &self.conditions {
+            condition.prefixes.release(Some(&self.model));
+        }
+    }
 }
 
 impl Denoising<'_> {
@@ -416,15 +533,7 @@ impl Denoising<'_> {
             self.cancel.check().map_err(sd_graph::Error::from)?;
             let timestep = schedule.timestep(step) / 1000.0;
             let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
-            let (mut velocities, report) = self.model.velocities(
-                self.backend,
-                &conditions,
-                &latents,
-                self.canvas,
-                timestep,
-                self.cancel,
-            )?;
-            self.streamed_bytes += report.weight_bytes;
+            let mut velocities = self.velocities(&conditions, &latents, timestep)?;
             if let (Some(negative), Some(velocity)) = (
                 negative.and_then(|_| velocities.pop()),
                 velocities.first_mut(),
@@ -442,6 +551,39 @@ impl Denoising<'_> {
             });
         }
         Ok(latents)
+    }
+
+    /// One call for each condition. If memory runs out, once more without what is kept between steps.
+    fn velocities(
+        &mut self,
+        conditions: &[&Condition],
+        latents: &[f32],
+        timestep: f32,
+    ) -> Result<Vec<Vec<f32>>> {
+        let (velocities, report) = with_relief(self, |run| {
+            let step = Step {
+                canvas: run.canvas,
+                timestep,
+                prefix: run.prefix,
+            };
+            run.model
+                .velocities(run.backend, conditions, latents, step, run.cancel)
+        })?;
+        if report.is_incomplete {
+            self.prefix = None;
+            tracing::warn!(
+                "keys and values of the prompt were not stored as a whole; they are computed at every step"
+            );
+        }
+        let device = self.backend.device();
+        let kept = conditions
+            .iter()
+            .map(|condition| condition.prefix_bytes(device));
+        self.took.prefix_bytes = self.took.prefix_bytes.max(kept.sum());
+        self.took.streamed_bytes += report.weight_bytes;
+        self.took.stores += report.stored;
+        self.took.reads += report.read;
+        Ok(velocities)
     }
 }
 

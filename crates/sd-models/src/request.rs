@@ -53,6 +53,7 @@ pub struct Request<'c> {
     pub(crate) seed: u64,
     pub(crate) circular: Circular,
     pub(crate) vae_tile: Option<usize>,
+    pub(crate) keeps_prefix: bool,
 }
 
 /// What making a picture took.
@@ -83,6 +84,12 @@ pub struct GenerateReport {
     pub compute_bytes: u64,
     /// Bytes of the transformer's weights that were moved to the device while it ran, of those that come and go.
     pub streamed_bytes: u64,
+    /// The most bytes that keys and values of the conditions took while the steps ran.
+    pub prefix_bytes: u64,
+    /// How often those of a condition were computed and stored.
+    pub prefix_stores: usize,
+    /// How often those of a condition were read instead of computed.
+    pub prefix_reads: usize,
 }
 
 impl<'c> Request<'c> {
@@ -98,6 +105,7 @@ impl<'c> Request<'c> {
             seed: 0,
             circular: Circular::NONE,
             vae_tile: None,
+            keeps_prefix: false,
         }
     }
 
@@ -137,6 +145,14 @@ impl<'c> Request<'c> {
     /// picture.
     pub fn vae_tile(mut self, pixels: usize) -> Self {
         self.vae_tile = Some(pixels);
+        self
+    }
+
+    /// Keeps the keys and values of the conditions with them when the steps are over, so that further pictures of the same
+    /// prompt need not compute them again; they take memory until the condition is dropped or
+    /// [releases](Condition::release_prefix) them, or memory runs out. Otherwise they are gone behind the last step.
+    pub fn keep_prefix(mut self, keeps: bool) -> Self {
+        self.keeps_prefix = keeps;
         self
     }
 

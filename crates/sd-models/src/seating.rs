@@ -1,13 +1,13 @@
 //! Finding out where the parts of a model go and what that takes, before anything is loaded.
 
 use sd_backend::{
-    Backend, BackendOptions, Component, Device, DeviceChoice, DeviceKind, Ledger, Mapping, Need,
-    Placement, Residence, Seat, Streamed, peak, seats,
+    Backend, BackendOptions, Component, DType, Device, DeviceChoice, DeviceKind, Ledger, Mapping,
+    Need, Placement, Residence, Seat, Streamed, peak, seats,
 };
 use sd_graph::{Estimate, Fallback};
 
 use crate::error::{Error, Result};
-use crate::qwen_image_2_1::{Canvas, IN_ORDER, QwenImage21};
+use crate::qwen_image_2_1::{Canvas, IN_ORDER, PrefixCache, QwenImage21};
 
 /// What a picture needs, found without loading anything.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +23,20 @@ pub struct MemoryPlan {
     pub devices: Vec<DeviceNeed>,
     /// Weights that cannot be given the type asked for, and what they get.
     pub fallbacks: Vec<Fallback>,
+    /// What is kept of each prompt while its steps run, if anything is to be.
+    pub prefix_cache: Option<PrefixNeed>,
+}
+
+/// What keys and values of a prompt take while its steps run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrefixNeed {
+    /// The element type.
+    pub dtype: DType,
+    /// Bytes for each condition; a guided picture has two.
+    pub bytes: u64,
+    /// Whether there is room: nothing else makes room for it.
+    pub fits: bool,
 }
 
 /// What one device has to hold.
@@ -105,38 +119,91 @@ pub(crate) struct Seating {
     pub(crate) seats: Vec<Seat>,
     pub(crate) mapping: Mapping,
     pub(crate) devices: Vec<DeviceNeed>,
+    /// What is to be kept of each condition, and whether it is.
+    pub(crate) prefix: Option<PrefixNeed>,
+}
+
+/// What a picture is like, as far as memory goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scene {
+    /// Tokens of text.
+    pub(crate) tokens: usize,
+    /// Passes of a step: two with guidance.
+    pub(crate) passes: u64,
+    pub(crate) canvas: Canvas,
+    /// Whether keeping keys and values of the prompt saves anything.
+    pub(crate) reads_prefix: bool,
 }
 
 impl Seating {
-    /// Finds places for the parts of `model`, for a picture of `canvas` with `tokens` of text.
+    /// Finds places for the parts of `model`, for a picture of `scene`.
     ///
-    /// A step has so many `passes`: two with guidance.
+    /// What is kept between steps only saves time: it is kept if everything else stays where it would be without.
     /// `held` says how much of a device's memory is held already by the pipeline that asks and would be given back.
     pub(crate) fn find(
         model: &QwenImage21,
         wishes: &Wishes,
         backends: &mut Backends,
-        (tokens, passes): (usize, u64),
-        canvas: Canvas,
+        scene: Scene,
         held: impl Fn(Device) -> u64,
     ) -> Result<Seating> {
+        let prefix = model.prefix_type(wishes.prefix);
+        let prefix = prefix.filter(|_| scene.reads_prefix);
         let mut runs = Vec::with_capacity(IN_ORDER.len());
         for component in IN_ORDER {
             let wish = wishes.placement.of(component);
             let choice = wish.device.as_ref().unwrap_or(&wishes.device);
             let backend = backends.on(choice.resolve()?)?;
-            let estimate = model.estimate(component, backend, tokens, canvas)?;
+            let estimate =
+                model.estimate(component, backend, scene.tokens, scene.canvas, prefix)?;
             runs.push((backend.device(), estimate));
         }
+        let without = Seating::with_runs(
+            model,
+            wishes,
+            backends.ledger(),
+            (&runs, scene),
+            false,
+            &held,
+        )?;
+        let stored = runs.iter().map(|(_, estimate)| estimate.cache_bytes).sum();
+        let Some(dtype) = prefix.filter(|_| stored > 0) else {
+            return Ok(without);
+        };
+        let with = Seating::with_runs(
+            model,
+            wishes,
+            backends.ledger(),
+            (&runs, scene),
+            true,
+            &held,
+        )?;
+        let fits = with.devices.iter().all(DeviceNeed::fits) && with.is_like(&without);
+        let prefix = Some(PrefixNeed {
+            dtype,
+            bytes: stored,
+            fits,
+        });
+        let found = if fits {
+            with.with_smallest_of(&without)
+        } else {
+            without
+        };
+        Ok(Seating { prefix, ..found })
+    }
+
+    /// As [`Seating::find`] for estimates `runs`, with or without what is kept between steps.
+    fn with_runs(
+        model: &QwenImage21,
+        wishes: &Wishes,
+        ledger: &Ledger,
+        (runs, scene): (&[(Device, Estimate)], Scene),
+        is_cached: bool,
+        held: &impl Fn(Device) -> u64,
+    ) -> Result<Seating> {
         let find = |mapping| {
-            Seating::with_mapping(
-                model,
-                wishes,
-                backends.ledger(),
-                (&runs, passes),
-                mapping,
-                &held,
-            )
+            let runs = (runs, scene.passes, is_cached);
+            Seating::with_mapping(model, wishes, ledger, runs, mapping, held)
         };
         let found = find(wishes.mapping)?;
         if wishes.mapping != Mapping::Auto {
@@ -151,6 +218,13 @@ impl Seating {
         }
     }
 
+    /// Whether all parts are where `other` has them.
+    pub(crate) fn is_like(&self, other: &Seating) -> bool {
+        let place = |seat: &Seat| (seat.device, seat.residence, seat.is_streamed);
+        let mut seats = self.seats.iter().zip(&other.seats);
+        self.mapping == other.mapping && seats.all(|(one, other)| place(one) == place(other))
+    }
+
     fn with_smallest_of(mut self, other: &Seating) -> Seating {
         for (need, other) in self.devices.iter_mut().zip(&other.devices) {
             need.smallest = need.smallest.min(other.smallest);
@@ -163,7 +237,7 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         ledger: &Ledger,
-        (runs, passes): (&[(Device, Estimate)], u64),
+        (runs, passes, is_cached): (&[(Device, Estimate)], u64, bool),
         mapping: Mapping,
         held: &impl Fn(Device) -> u64,
     ) -> Result<Seating> {
@@ -176,7 +250,8 @@ impl Seating {
             };
             let residence = wish.unwrap_or(Residence::Device);
             let cost = model.weights(component).cost(device, residence, mapping)?;
-            let compute = estimate.compute_bytes + estimate.constant_bytes;
+            let kept = if is_cached { estimate.cache_bytes } else { 0 };
+            let compute = estimate.compute_bytes + estimate.constant_bytes + passes * kept;
             // Staging is the host's, and over before anything is computed.
             let compute = match device.kind() {
                 DeviceKind::Cpu => compute.max(cost.staging),
@@ -188,7 +263,7 @@ impl Seating {
                 residence: wish,
                 weights: cost.resident(),
                 compute,
-                streamed: streamed(model, component, device, &estimate, passes)?,
+                streamed: streamed(model, component, device, &estimate, (passes, kept))?,
             });
         }
         let available = |device: Device| {
@@ -224,6 +299,7 @@ impl Seating {
             seats: found,
             mapping,
             devices,
+            prefix: None,
         })
     }
 
@@ -265,13 +341,13 @@ impl Seating {
     }
 }
 
-/// What `component` needs if its weights come and go while it runs, for `passes` at once.
+/// What `component` needs if its weights come and go while it runs, for `passes` at once that keep so many bytes each.
 fn streamed(
     model: &QwenImage21,
     component: Component,
     device: Device,
     estimate: &Estimate,
-    passes: u64,
+    (passes, kept): (u64, u64),
 ) -> Result<Option<Streamed>> {
     if estimate.segments < 2 {
         return Ok(None);
@@ -288,7 +364,7 @@ fn streamed(
         DeviceKind::Cpu => cost.staging,
         _ => 0,
     };
-    let compute = estimate.segmented_bytes + estimate.constant_bytes;
+    let compute = estimate.segmented_bytes + estimate.constant_bytes + kept;
     Ok(Some(Streamed {
         weights: estimate.streamed_weight_bytes,
         compute: passes * compute + staging,
@@ -301,6 +377,7 @@ pub(crate) struct Wishes {
     pub(crate) device: DeviceChoice,
     pub(crate) placement: Placement,
     pub(crate) mapping: Mapping,
+    pub(crate) prefix: PrefixCache,
 }
 
 impl Default for Wishes {
@@ -309,6 +386,7 @@ impl Default for Wishes {
             device: "auto".into(),
             placement: Placement::default(),
             mapping: Mapping::Auto,
+            prefix: PrefixCache::default(),
         }
     }
 }

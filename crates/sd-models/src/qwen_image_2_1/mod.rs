@@ -5,15 +5,20 @@
 //! [`transformer_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_qwenimage21.py) and
 //! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
 
+mod condition;
 mod layout;
 mod model;
+mod prefix;
 mod prompt;
 mod transformer;
 
 pub use crate::canvas::Canvas;
 pub use crate::wan_vae::{Config as VaeConfig, Decoder as VaeDecoder, Encoder as VaeEncoder};
+pub use condition::Condition;
 pub use layout::{AttentionRun, Layout, Segment};
-pub use model::{Condition, IN_ORDER, QwenImage21};
+pub use model::{IN_ORDER, QwenImage21, Step, StepReport};
+pub(crate) use prefix::ModelIdentity;
+pub use prefix::{ModelArgs, Prefix, PrefixCache};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
 

@@ -2,14 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use sd_backend::{Backend, Component};
+use sd_backend::{Backend, Component, DType, Device};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan,
-    PlanCache, Progress, Reporter, RunReport, Scope, Weights,
+    PlanCache, Progress, Reporter, RunnerCache, Scope, Weights,
 };
 use serde::Deserialize;
 
+use super::condition::Condition;
 use super::layout::Layout;
+use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, Prefixes, WeakPrefixes};
 use super::prompt::PromptTokenizer;
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
 use super::{VaeConfig, VaeDecoder};
@@ -72,41 +74,44 @@ pub struct QwenImage21 {
     transformer: Part<Transformer>,
     vae: Part<VaeDecoder>,
     text_plans: PlanCache<usize>,
-    /// By layout, and by pass where several run together.
-    transformer_plans: PlanCache<(Layout, usize)>,
+    transformer_plans: PlanCache<Call>,
     vae_plans: PlanCache<Piece>,
+    identity: ModelIdentity,
+    /// Conditions that keep something of this model.
+    keepers: Vec<WeakPrefixes>,
 }
 
-/// An encoded prompt. May be kept and used for any number of pictures.
+/// One call of the transformer for each condition.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Step {
+    /// The picture.
+    pub canvas: Canvas,
+    /// From 0 to 1.
+    pub timestep: f32,
+    /// The type in which keys and values of the prefix are kept with their conditions, if they are.
+    pub prefix: Option<DType>,
+}
+
+/// What one call of the transformer for each condition took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepReport {
+    /// Bytes of weights that were moved, of those that come and go.
+    pub weight_bytes: u64,
+    /// Conditions whose keys and values were stored.
+    pub stored: usize,
+    /// Conditions whose keys and values were read.
+    pub read: usize,
+    /// Whether something was stored that turned out to be incomplete, and was given up.
+    pub is_incomplete: bool,
+}
+
+/// What a plan of the transformer is for: a layout, a pass where several run together, and what becomes of the prefix.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Condition {
-    prompt: String,
-    token_ids: Vec<i32>,
-    /// Hidden states `[tokens, context]` of the prompt without the system message.
-    hidden: Vec<f32>,
-    tokens: usize,
-}
-
-impl Condition {
-    /// The prompt this was made from.
-    pub fn prompt(&self) -> &str {
-        &self.prompt
-    }
-
-    /// Token numbers that the text encoder read, template and system message included.
-    pub fn token_ids(&self) -> &[i32] {
-        &self.token_ids
-    }
-
-    /// Hidden states `[tokens, context]`, row by row, the system message's left out.
-    pub fn hidden_states(&self) -> &[f32] {
-        &self.hidden
-    }
-
-    /// Number of rows of [`Condition::hidden_states`].
-    pub fn tokens(&self) -> usize {
-        self.tokens
-    }
+struct Call {
+    layout: Layout,
+    pass: usize,
+    prefix: Prefix,
 }
 
 impl QwenImage21 {
@@ -145,6 +150,8 @@ impl QwenImage21 {
             // A condition and its negative have plans of their own within one run.
             transformer_plans: PlanCache::new(2),
             vae_plans: PlanCache::new(1),
+            identity: ModelIdentity::default(),
+            keepers: Vec::new(),
         })
     }
 
@@ -262,6 +269,7 @@ impl QwenImage21 {
             tokens: tokens - tokenized.system_tokens,
             token_ids: tokenized.ids,
             hidden,
+            prefixes: Prefixes::default(),
         })
     }
 
@@ -279,20 +287,20 @@ impl QwenImage21 {
         timestep: f32,
         cancel: &Cancel,
     ) -> Result<Vec<f32>> {
-        let layout = layout_of(condition.tokens, canvas.into());
-        let module = &self.transformer.module;
-        let plan = self
-            .transformer_plans
-            .get_or_build((layout.clone(), 0), backend, |g| {
-                transformer_graph(g, module, &layout);
-            })?;
-        set_inputs(plan, condition, latents, timestep)?;
-        plan.run(backend, cancel)?;
-        Ok(plan.read("velocity")?)
+        let step = Step {
+            canvas: canvas.into(),
+            timestep,
+            prefix: None,
+        };
+        let (mut velocities, _) = self.velocities(backend, &[condition], latents, step, cancel)?;
+        Ok(velocities.pop().unwrap_or_default())
     }
 
-    /// As [`QwenImage21::velocity`] for each of `conditions`, and what weights were moved for it. Weights that come and go
-    /// do so once for all conditions.
+    /// As [`QwenImage21::velocity`] for each of `conditions`, and what it took. Weights that come and go do so once for all
+    /// conditions.
+    ///
+    /// Where `step` says so, the first call for a condition keeps the keys and values of its tokens with it, and later ones
+    /// compute the picture's alone, until [`QwenImage21::release_prefix`].
     ///
     /// # Errors
     /// The engine's.
@@ -301,40 +309,163 @@ impl QwenImage21 {
         backend: &mut Backend,
         conditions: &[&Condition],
         latents: &[f32],
-        canvas: impl Into<Canvas>,
-        timestep: f32,
+        step: Step,
         cancel: &Cancel,
-    ) -> Result<(Vec<Vec<f32>>, RunReport)> {
-        let canvas = canvas.into();
-        if !self.transformer.weights.is_streamed() {
-            let velocities: Result<_> = conditions
-                .iter()
-                .map(|condition| {
-                    self.velocity(backend, condition, latents, canvas, timestep, cancel)
-                })
-                .collect();
-            return Ok((velocities?, RunReport::default()));
-        }
-        let keys: Vec<(Layout, usize)> = conditions
+    ) -> Result<(Vec<Vec<f32>>, StepReport)> {
+        let is_streamed = self.transformer.weights.is_streamed();
+        let mut calls: Vec<(Call, RunnerCache)> = conditions
             .iter()
             .enumerate()
-            .map(|(pass, condition)| (layout_of(condition.tokens, canvas), pass))
+            .map(|(pass, condition)| {
+                let layout = layout_of(condition.tokens, step.canvas);
+                let (prefix, cache) = self.prefix_of(condition, &layout, backend.device(), step);
+                let pass = if is_streamed { pass } else { 0 };
+                (
+                    Call {
+                        layout,
+                        pass,
+                        prefix,
+                    },
+                    cache,
+                )
+            })
             .collect();
-        let module = &self.transformer.module;
-        let mut plans =
-            self.transformer_plans
-                .get_or_build_all(&keys, backend, |(layout, _), g| {
-                    transformer_graph(g, module, layout);
-                })?;
-        for (plan, condition) in plans.iter_mut().zip(conditions) {
-            set_inputs(plan, condition, latents, timestep)?;
+        let stores = |call: &Call| matches!(call.prefix, Prefix::Store(_));
+        let is_storing = calls.iter().any(|(call, _)| stores(call));
+        if let Some(dtype) = step.prefix.filter(|_| is_streamed && is_storing) {
+            // Weights that come and go are laid out for graphs of one kind.
+            for (call, _) in &mut calls {
+                if let Prefix::Read(_) = call.prefix {
+                    call.prefix = Prefix::Store(dtype);
+                }
+            }
         }
-        let report = Plan::run_together(&mut plans, backend, cancel, &mut |_: &Progress| {})?;
-        let velocities: Result<_> = plans
-            .iter()
-            .map(|plan| Ok(plan.read("velocity")?))
-            .collect();
-        Ok((velocities?, report))
+
+        let module = &self.transformer.module;
+        let graph =
+            |call: &Call, g: Graph<'_>| transformer_graph(g, module, &call.layout, call.prefix);
+        let mut report = StepReport::default();
+        let mut velocities = Vec::with_capacity(calls.len());
+        if is_streamed {
+            let keys: Vec<Call> = calls.iter().map(|(call, _)| call.clone()).collect();
+            let plans = &mut self.transformer_plans;
+            plans.get_or_build_all(&keys, backend, graph)?;
+            if !is_storing {
+                // Only now: what they share with plans that read is loaded.
+                plans.retain(|call| !stores(call));
+            }
+            let mut plans = plans.get_or_build_all(&keys, backend, graph)?;
+            for ((plan, condition), (call, cache)) in plans.iter_mut().zip(conditions).zip(&calls) {
+                set_inputs(plan, call, condition, latents, step.timestep, cache)?;
+            }
+            let run = Plan::run_together(&mut plans, backend, cancel, &mut |_: &Progress| {})?;
+            report.weight_bytes = run.weight_bytes;
+            for plan in plans {
+                velocities.push(plan.read("velocity")?);
+            }
+        } else {
+            for (condition, (call, cache)) in conditions.iter().zip(&calls) {
+                if !is_storing {
+                    // They have done what they are for, and what they compute in is needed now.
+                    self.transformer_plans.retain(|call| !stores(call));
+                }
+                let plan = self
+                    .transformer_plans
+                    .get_or_build(call.clone(), backend, |g| graph(call, g))?;
+                set_inputs(plan, call, condition, latents, step.timestep, cache)?;
+                plan.run(backend, cancel)?;
+                velocities.push(plan.read("velocity")?);
+            }
+        }
+        for (condition, (call, cache)) in conditions.iter().zip(&calls) {
+            match call.prefix {
+                Prefix::Compute => {}
+                Prefix::Read(_) => report.read += 1,
+                Prefix::Store(dtype) if self.is_complete(cache, &call.layout, dtype) => {
+                    report.stored += 1;
+                }
+                Prefix::Store(_) => {
+                    report.is_incomplete = true;
+                    condition.prefixes.release(Some(&self.identity));
+                }
+            }
+        }
+        Ok((velocities, report))
+    }
+
+    /// What a call does about keys and values of `condition`, and the cache for it.
+    fn prefix_of(
+        &mut self,
+        condition: &Condition,
+        layout: &Layout,
+        device: Device,
+        step: Step,
+    ) -> (Prefix, RunnerCache) {
+        let is_fixed = self.transformer.module.has_fixed_prefix(layout);
+        let Some(dtype) = step.prefix.filter(|_| is_fixed) else {
+            return (Prefix::Compute, RunnerCache::new());
+        };
+        self.keepers.retain(|known| known.upgrade().is_some());
+        let mut known = self.keepers.iter();
+        if !known.any(|known| known.is_of(&condition.prefixes)) {
+            self.keepers.push(condition.prefixes.downgrade());
+        }
+        let cache = condition.prefixes.cache(&PrefixKey {
+            model: self.identity.clone(),
+            device,
+            circular: step.canvas.circular,
+            dtype,
+        });
+        match self.is_complete(&cache, layout, dtype) {
+            true => (Prefix::Read(dtype), cache),
+            false => (Prefix::Store(dtype), cache),
+        }
+    }
+
+    /// Whether a cache holds keys and values of every block, as they should be.
+    fn is_complete(&self, cache: &RunnerCache, layout: &Layout, dtype: DType) -> bool {
+        let module = &self.transformer.module;
+        let entries = module.prefix_entries(layout.prefix_tokens(), dtype);
+        entries.iter().all(|entry| cache.holds(entry))
+    }
+
+    /// The type in which keys and values of the prefix can be kept: where rows are no whole blocks of Q8_0, F16.
+    pub fn prefix_type(&self, wanted: PrefixCache) -> Option<DType> {
+        let dtype = wanted.dtype()?;
+        let channels = self.transformer.module.config().attention_head_dim;
+        Some(match dtype.row_bytes(channels) {
+            Some(_) => dtype,
+            None => DType::F16,
+        })
+    }
+
+    /// Gives up what this model has kept with `condition`.
+    pub fn release_prefix(&self, condition: &Condition) {
+        condition.prefixes.release(Some(&self.identity));
+    }
+
+    /// Gives up what this model has kept with any condition, and says whether that was anything.
+    pub fn drop_prefixes(&mut self) -> bool {
+        self.drop_other_prefixes(&[])
+    }
+
+    /// As [`QwenImage21::drop_prefixes`] for all conditions but these.
+    pub(crate) fn drop_other_prefixes(&mut self, but: &[&Condition]) -> bool {
+        let mut had_any = false;
+        for keeper in &self.keepers {
+            let is_spared = but
+                .iter()
+                .any(|condition| keeper.is_of(&condition.prefixes));
+            if let Some(prefixes) = keeper.upgrade().filter(|_| !is_spared) {
+                had_any |= prefixes.release(Some(&self.identity));
+            }
+        }
+        had_any
+    }
+
+    /// What tells it from other models.
+    pub(crate) fn identity(&self) -> ModelIdentity {
+        self.identity.clone()
     }
 
     /// The picture `[channels, height, width]`, values from -1 to 1, of latents `[height * width, z]` of `canvas`.
@@ -405,7 +536,8 @@ impl QwenImage21 {
         z
     }
 
-    /// What one part needs for latents of `canvas` with `tokens` of text, without allocating anything.
+    /// What one part needs for latents of `canvas` with `tokens` of text, without allocating anything. If keys and values of
+    /// the prefix are kept in the type `prefix`, that is what the transformer stores.
     ///
     /// # Errors
     /// The engine's.
@@ -415,13 +547,15 @@ impl QwenImage21 {
         backend: &Backend,
         tokens: usize,
         canvas: impl Into<Canvas>,
+        prefix: Option<DType>,
     ) -> Result<Estimate> {
         let canvas = canvas.into();
         Ok(match component {
             Component::Diffusion => {
                 let layout = layout_of(tokens, canvas);
+                let prefix = prefix.map_or(Prefix::Compute, Prefix::Store);
                 Estimate::of(backend, |g| {
-                    transformer_graph(g, &self.transformer.module, &layout);
+                    transformer_graph(g, &self.transformer.module, &layout, prefix);
                 })?
             }
             Component::TextEncoder => {
@@ -459,11 +593,16 @@ impl QwenImage21 {
         }
     }
 
-    /// Gives up all plans and the memory they compute in; they are built again when needed.
-    pub fn drop_plans(&mut self) {
-        self.text_plans.clear();
-        self.transformer_plans.clear();
-        self.vae_plans.clear();
+    /// Gives up all plans and the memory they compute in, and says whether there were any; they are built again when
+    /// needed.
+    pub fn drop_plans(&mut self) -> bool {
+        let had_any = !(self.text_plans.is_empty()
+            && self.transformer_plans.is_empty()
+            && self.vae_plans.is_empty());
+        for component in IN_ORDER {
+            self.drop_plans_of(component);
+        }
+        had_any
     }
 }
 
@@ -481,26 +620,39 @@ fn layout_of(tokens: usize, canvas: Canvas) -> Layout {
     Layout::text_to_image(tokens, canvas.height, canvas.width).circular(canvas.circular)
 }
 
-fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout) {
+fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout, prefix: Prefix) {
     let config = module.config();
-    let latents = g.input::<f32>("latents", [layout.image_tokens(), config.in_channels]);
-    let text = g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);
+    let is_read = matches!(prefix, Prefix::Read(_));
+    let pixels = match is_read {
+        true => layout.target_tokens(),
+        false => layout.image_tokens(),
+    };
+    let latents = g.input::<f32>("latents", [pixels, config.in_channels]);
+    let text = || g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);
+    let text = (!is_read).then(text);
     let timestep = g.input::<f32>("timestep", [2, timestep_embedding(0.0).len()]);
-    g.output(
-        "velocity",
-        module.forward(g, layout, latents, text, timestep),
-    );
+    let velocity = module.forward_with(g, layout, latents, text, timestep, prefix);
+    g.output("velocity", velocity);
 }
 
 /// Gives the plan of a transformer what it is asked for.
 fn set_inputs(
     plan: &mut Plan,
+    call: &Call,
     condition: &Condition,
     latents: &[f32],
     timestep: f32,
+    cache: &RunnerCache,
 ) -> Result<()> {
     plan.set("latents", latents)?;
-    plan.set("text", &condition.hidden)?;
+    match call.prefix {
+        Prefix::Compute => plan.set("text", &condition.hidden)?,
+        Prefix::Store(_) => {
+            plan.set("text", &condition.hidden)?;
+            plan.attach(cache)?;
+        }
+        Prefix::Read(_) => plan.attach(cache)?,
+    }
     let timesteps = [timestep_embedding(timestep), timestep_embedding(0.0)];
     Ok(plan.set("timestep", timesteps.as_flattened())?)
 }

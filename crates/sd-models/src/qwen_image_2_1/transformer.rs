@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
-use sd_graph::{Graph, Pairing, Scope, Tensor};
+use sd_backend::DType;
+use sd_graph::{CacheEntry, Graph, Pairing, Scope, Shape, Tensor};
 use serde::Deserialize;
 
 use super::layout::{AttentionRun, Layout, Segment};
+use super::prefix::{Prefix, names};
 use crate::config::{check, read_json};
 use crate::error::Result;
 use crate::nn::{Linear, RmsNorm};
@@ -137,7 +139,7 @@ struct SwiGlu {
 }
 
 /// What each token's normalised state is multiplied by before attention and feed-forward, and how much of their
-/// results it takes, `[tokens, dim]` each.
+/// results it takes, `[tokens, dim]` each, or `[1, dim]` if it is the same for all.
 #[derive(Clone, Copy)]
 struct Modulation<'g> {
     scale_attn: Tensor<'g>,
@@ -146,11 +148,24 @@ struct Modulation<'g> {
     gate_mlp: Tensor<'g>,
 }
 
-/// The layout's attention runs with their masks in a graph.
-struct Runs<'g>(Vec<(AttentionRun, Option<Tensor<'g>>)>);
+/// The layout's attention runs with their masks in a graph, and what becomes of keys and values of the prefix.
+struct Runs<'g> {
+    runs: Vec<(AttentionRun, Option<Tensor<'g>>)>,
+    prefix: Prefix,
+    prefix_tokens: usize,
+}
 
 impl<'g> Runs<'g> {
-    fn new(g: Graph<'g>, layout: &Layout) -> Runs<'g> {
+    fn new(g: Graph<'g>, layout: &Layout, prefix: Prefix) -> Runs<'g> {
+        let prefix_tokens = layout.prefix_tokens();
+        let mut runs = layout.attention_runs();
+        if let Prefix::Read(_) = prefix {
+            // The target's alone, whose first token is now the first of all queries.
+            runs.retain(|run| run.start >= prefix_tokens);
+            for run in &mut runs {
+                run.start -= prefix_tokens;
+            }
+        }
         let with_mask = |mut run: AttentionRun| {
             let mask = run
                 .mask
@@ -158,12 +173,41 @@ impl<'g> Runs<'g> {
                 .map(|mask| g.constant(&mask, [run.tokens, run.keys]));
             (run, mask)
         };
-        Runs(layout.attention_runs().into_iter().map(with_mask).collect())
+        Runs {
+            runs: runs.into_iter().map(with_mask).collect(),
+            prefix,
+            prefix_tokens,
+        }
+    }
+
+    /// Keys and values `[tokens, heads, channels]` of all tokens, where those of the prefix may come from the cache, or go
+    /// there. They are stored within their block, so that nothing is kept for it where graphs are cut.
+    fn with_prefix(&self, block: usize, own: [Tensor<'g>; 2]) -> [Tensor<'g>; 2] {
+        let mut names = names(block).into_iter();
+        own.map(|own| {
+            let (g, name) = (own.graph(), names.next().unwrap_or_default());
+            match self.prefix {
+                Prefix::Compute => own,
+                Prefix::Store(dtype) => {
+                    g.store(&name, own.slice(0, 0, self.prefix_tokens), dtype);
+                    own
+                }
+                Prefix::Read(dtype) => {
+                    let shape = [self.prefix_tokens, own.dim(1), own.dim(2)];
+                    let before = g.cached(&name, shape, dtype);
+                    let before = match dtype {
+                        DType::F32 => before,
+                        _ => before.cast(DType::F32),
+                    };
+                    before.concat(own, 0)
+                }
+            }
+        })
     }
 
     /// Block-causal attention of `[heads, tokens, channels]`, run by run: `[tokens, heads, channels]`.
     fn attention(&self, q: Tensor<'g>, k: Tensor<'g>, v: Tensor<'g>, scale: f32) -> Tensor<'g> {
-        let parts = self.0.iter().map(|(run, mask)| {
+        let parts = self.runs.iter().map(|(run, mask)| {
             let (keys, values) = (k.slice(1, 0, run.keys), v.slice(1, 0, run.keys));
             q.slice(1, run.start, run.tokens)
                 .attention(keys, values, *mask, scale)
@@ -210,6 +254,27 @@ impl Transformer {
         self.config.causal_condition = causal_condition;
     }
 
+    /// Whether keys and values of the prefix of this layout are the same at every step: not if it is modulated by the
+    /// sampled timestep, or there is none.
+    pub fn has_fixed_prefix(&self, layout: &Layout) -> bool {
+        self.config.causal_condition && layout.prefix_tokens() > 0
+    }
+
+    /// What [`Transformer::forward_with`] stores for a prefix of so many tokens.
+    pub fn prefix_entries(&self, tokens: usize, dtype: DType) -> Vec<CacheEntry> {
+        let config = &self.config;
+        let shape = [
+            tokens,
+            config.num_attention_heads,
+            config.attention_head_dim,
+        ];
+        let Ok(shape) = Shape::new(&shape) else {
+            return Vec::new();
+        };
+        let entry = |name| CacheEntry { name, shape, dtype };
+        (0..config.num_layers).flat_map(names).map(entry).collect()
+    }
+
     /// The predicted velocity of the target, `[target tokens, channels]`.
     ///
     /// - `latents [image tokens, channels]`: reference pictures in order, the target last;
@@ -223,42 +288,67 @@ impl Transformer {
         text: Tensor<'g>,
         timestep: Tensor<'g>,
     ) -> Tensor<'g> {
-        let mut x = interleave(
-            layout,
-            self.txt_in.forward(text),
-            self.img_in.forward(latents),
-        )
-        .cut("prelude");
+        self.forward_with(g, layout, latents, Some(text), timestep, Prefix::Compute)
+    }
+
+    /// As [`Transformer::forward`], storing keys and values of the prefix in the run's cache or reading them there. When
+    /// they are read, `latents` are the target's alone and there is no text.
+    pub fn forward_with<'g>(
+        &self,
+        g: Graph<'g>,
+        layout: &Layout,
+        latents: Tensor<'g>,
+        text: Option<Tensor<'g>>,
+        timestep: Tensor<'g>,
+        prefix: Prefix,
+    ) -> Tensor<'g> {
+        let prefix = match self.has_fixed_prefix(layout) {
+            true => prefix,
+            false => Prefix::Compute,
+        };
+        let is_read = matches!(prefix, Prefix::Read(_));
+        let images = self.img_in.forward(latents);
+        let x = match text {
+            Some(text) if !is_read => interleave(layout, self.txt_in.forward(text), images),
+            _ => images,
+        };
+        let mut x = x.cut("prelude");
 
         let temb = self
             .timestep_linear_2
             .forward(self.timestep_linear_1.forward(timestep).silu())
             .silu();
-        let rows = if self.config.causal_condition {
-            layout.timestep_rows()
-        } else {
-            vec![0; layout.tokens()]
-        };
-        let rows = g.constant(&rows, [layout.tokens()]);
         let modulation = self.modulation.forward(temb).cut("prelude");
         let [scale_attn, gate_attn, scale_mlp, gate_mlp] = modulation.chunk(1);
+        let rows = match self.config.causal_condition {
+            true => layout.timestep_rows(),
+            false => vec![0; layout.tokens()],
+        };
+        let rows = (!is_read).then(|| g.constant(&rows, [layout.tokens()]));
+        // The target alone takes the sampled timestep as a whole.
+        let each = |by_timestep: Tensor<'g>| match rows {
+            Some(rows) => by_timestep.rows(rows),
+            None => by_timestep.slice(0, 0, 1),
+        };
         let modulation = Modulation {
-            scale_attn: (scale_attn + 1.0).rows(rows),
-            gate_attn: gate_attn.tanh().rows(rows),
-            scale_mlp: (scale_mlp + 1.0).rows(rows),
-            gate_mlp: gate_mlp.tanh().rows(rows),
+            scale_attn: each(scale_attn + 1.0),
+            gate_attn: each(gate_attn.tanh()),
+            scale_mlp: each(scale_mlp + 1.0),
+            gate_mlp: each(gate_mlp.tanh()),
         };
 
+        let first = if is_read { layout.prefix_tokens() } else { 0 };
         let rope = layout.rotary_embedding(self.config.axes_dims_rope);
+        let rope = rope.map(|rope| rope.behind(first));
         let rope = Rotation::new(g, &rope, Pairing::Neighbours);
-        let runs = Runs::new(g, layout);
+        let runs = Runs::new(g, layout, prefix);
         for (index, block) in self.transformer_blocks.iter().enumerate() {
             x = block
-                .forward(x, &modulation, &rope, &runs)
+                .forward(index, x, &modulation, &rope, &runs)
                 .cut(&format!("block {index}"));
         }
 
-        let target = x.slice(0, layout.prefix_tokens(), layout.target_tokens());
+        let target = x.slice(0, layout.prefix_tokens() - first, layout.target_tokens());
         let scale = self.norm_out.forward(temb.slice(0, 0, 1)) + 1.0;
         self.proj_out
             .forward(target.layer_norm(self.config.eps) * scale)
@@ -311,14 +401,14 @@ impl Block {
 
     fn forward<'g>(
         &self,
+        index: usize,
         x: Tensor<'g>,
         modulation: &Modulation<'g>,
         rope: &Rotation<'g>,
         runs: &Runs<'g>,
     ) -> Tensor<'g> {
-        let attended =
-            self.attn
-                .forward(x.layer_norm(self.eps) * modulation.scale_attn, rope, runs);
+        let seen = x.layer_norm(self.eps) * modulation.scale_attn;
+        let attended = self.attn.forward(index, seen, rope, runs);
         let x = x + attended * modulation.gate_attn;
         let fed = self
             .img_mlp
@@ -343,12 +433,19 @@ impl Attention {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>, rope: &Rotation<'g>, runs: &Runs<'g>) -> Tensor<'g> {
+    fn forward<'g>(
+        &self,
+        block: usize,
+        x: Tensor<'g>,
+        rope: &Rotation<'g>,
+        runs: &Runs<'g>,
+    ) -> Tensor<'g> {
         let tokens = x.dim(0);
         let split = |x: Tensor<'g>| x.reshape([tokens, self.heads, self.head_dim]);
         let q = rope.turn(self.norm_q.forward(split(self.to_q.forward(x))));
         let k = rope.turn(self.norm_k.forward(split(self.to_k.forward(x))));
         let v = split(self.to_v.forward(x));
+        let [k, v] = runs.with_prefix(block, [k, v]);
 
         let scale = 1.0 / (self.head_dim as f32).sqrt();
         let mixed = runs.attention(

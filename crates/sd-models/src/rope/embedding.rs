@@ -154,6 +154,34 @@ impl Embedding {
         Some([*self.values.get(cos)?, *self.values.get(sin)?])
     }
 
+    /// The same without the first `tokens` of each item.
+    pub fn behind(mut self, tokens: usize) -> Embedding {
+        let all = self.tokens();
+        let first = tokens.min(all);
+        let behind = |values: &[f32], width: usize| -> Vec<f32> {
+            let items = values.chunks_exact((all * width).max(1));
+            items
+                .flat_map(|item| &item[first * width..])
+                .copied()
+                .collect()
+        };
+        self.positions = behind(&self.positions, self.axes);
+        self.values = match self.value_layout {
+            ValueLayout::Matrix => behind(&self.values, 4 * self.pairs()),
+            // Cosines of all items, then sines of all.
+            ValueLayout::Split => behind(&self.values, 2 * self.pairs()),
+        };
+        self.layout.tokens = all - first;
+        for region in &mut self.layout.regions {
+            let place = |token: usize| token.saturating_sub(first);
+            region.tokens = place(region.tokens.start)..place(region.tokens.end);
+        }
+        self.layout
+            .regions
+            .retain(|region| !region.tokens.is_empty());
+        self
+    }
+
     /// Computes the values of `positions [batch, tokens, axes]`.
     pub(crate) fn compute(
         positions: Vec<f32>,

@@ -11,6 +11,7 @@ mod corpus;
 mod fixtures;
 mod noise;
 mod placement;
+mod prefix;
 mod prompt;
 mod published;
 mod rope;

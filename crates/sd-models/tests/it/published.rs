@@ -1,9 +1,9 @@
 //! Models of the published sizes: every name and shape, and a graph that is planned but not run.
 
-use sd_backend::{Backend, BackendOptions, Device};
+use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_graph::{Checkpoint, Declarations, Estimate, LoadOptions, Scope, StoredType};
 use sd_models::Circular;
-use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, VaeDecoder};
+use sd_models::qwen_image_2_1::{Layout, Prefix, Transformer, TransformerConfig, VaeDecoder};
 use sd_models::qwen3_vl::{self, TextModel};
 use sd_models::wan_vae::{Decoder, Encoder};
 
@@ -72,6 +72,44 @@ fn the_transformer_plans_a_picture_of_1024() {
     );
     assert!(estimate.nodes > 32 * 20, "{estimate:?}");
     assert!(estimate.compute_bytes < 3 << 30, "{estimate:?}");
+
+    // Two tensors of 4096 channels for each of 32 blocks and 4096 tokens. What is read is not stored again, and takes less to
+    // compute with.
+    let layout = Layout::text_to_image(4096, 64, 64);
+    let of = |prefix: Prefix| {
+        let is_read = matches!(prefix, Prefix::Read(_));
+        Estimate::of(&backend, |g| {
+            let latents = g.input::<f32>("latents", [layout.image_tokens(), config.in_channels]);
+            let text = || g.input::<f32>("text", [layout.text_tokens(), config.context_in_dim]);
+            let text = (!is_read).then(text);
+            let timestep = g.input::<f32>("timestep", [2, 256]);
+            let velocity = transformer.forward_with(g, &layout, latents, text, timestep, prefix);
+            g.output("velocity", velocity);
+        })
+        .unwrap()
+    };
+    let plain = of(Prefix::Compute);
+    for (dtype, bytes) in [
+        (DType::F32, 4_u64 << 30),
+        (DType::F16, 2 << 30),
+        (DType::Q8_0, (4 << 30) / 128 * 34),
+    ] {
+        let (store, read) = (of(Prefix::Store(dtype)), of(Prefix::Read(dtype)));
+        assert_eq!((store.cache_bytes, read.cache_bytes), (bytes, 0), "{dtype}");
+        assert_eq!(store.segments, plain.segments);
+        // Keys of one layer may wait to be rounded, never those of two.
+        let layer = 2 * 4 * 4096 * 4096;
+        assert!(
+            store.compute_bytes <= plain.compute_bytes + layer,
+            "{dtype}"
+        );
+        assert!(
+            store.segmented_bytes <= plain.segmented_bytes + layer,
+            "{dtype}"
+        );
+        assert!(read.compute_bytes < plain.compute_bytes, "{dtype}");
+        println!("{dtype}: {store:?}, {read:?}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_graph::{Cancel, LoadOptions, Progress};
-use sd_models::qwen_image_2_1::QwenImage21;
+use sd_models::qwen_image_2_1::{QwenImage21, Step};
 use sd_models::{Pipeline, Request};
 
 use crate::fixtures::{Array, Case, folder, psnr, relative_l2, tiny};
@@ -30,7 +30,9 @@ const TOLERANCE: f64 = 1e-4;
 
 #[test]
 fn recorded_runs_are_repeated_step_by_step() {
-    for name in ["t2i_128_cfg_uncached", "t2i_160x96"] {
+    let runs = ["t2i_128_cfg_uncached", "t2i_160x96"];
+    let runs = runs.map(|name| [(name, None), (name, Some(DType::F32))]);
+    for (name, prefix) in runs.into_iter().flatten() {
         let (facts, case) = (manifest(name), recorded(name));
         let number = |key: &str| facts[key].as_u64().unwrap() as usize;
         let (width, height, steps) = (number("width"), number("height"), number("steps"));
@@ -75,11 +77,22 @@ fn recorded_runs_are_repeated_step_by_step() {
         assert!(relative_l2(schedule.sigmas(), &case.get("sigmas").f32) <= 1e-6);
         let mut latents = case.get("initial_latents").f32.clone();
         for index in 0..steps {
-            let timestep = schedule.timestep(index) / 1000.0;
+            let step_of = Step {
+                canvas: size.into(),
+                timestep: schedule.timestep(index) / 1000.0,
+                prefix,
+            };
             let mut call = |condition| {
-                model
-                    .velocity(&mut backend, condition, &latents, size, timestep, &cancel)
-                    .unwrap()
+                let called =
+                    model.velocities(&mut backend, &[condition], &latents, step_of, &cancel);
+                let (mut velocities, report) = called.unwrap();
+                let counts = match (prefix, index) {
+                    (None, _) => (0, 0),
+                    (_, 0) => (1, 0),
+                    _ => (0, 1),
+                };
+                assert_eq!((report.stored, report.read), counts, "{name} step {index}");
+                velocities.remove(0)
             };
             let mut velocity = call(&condition);
             let error = relative_l2(&velocity, step(case.get("cond"), index));
@@ -100,7 +113,7 @@ fn recorded_runs_are_repeated_step_by_step() {
             }
             schedule.euler_step(index, &mut latents, &velocity);
             let error = relative_l2(&latents, step(case.get("latents"), index));
-            println!("{name} step {index}: latents {error:e}");
+            println!("{name} {prefix:?} step {index}: latents {error:e}");
             assert!(error <= TOLERANCE, "{name} step {index}: latents {error:e}");
         }
 
