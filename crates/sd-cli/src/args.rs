@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::TensorTypes;
-use sd_models::{Circular, PipelineBuilder};
+use sd_models::{Circular, ModelArgs, PipelineBuilder};
 
 /// Pictures from a diffusion checkpoint.
 #[derive(Debug, Parser)]
@@ -119,6 +119,9 @@ pub(crate) struct Generate {
     #[command(flatten)]
     pub(crate) weights: Weights,
 
+    #[command(flatten)]
+    pub(crate) options: Model,
+
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
@@ -178,6 +181,9 @@ pub(crate) struct Plan {
     #[command(flatten)]
     pub(crate) weights: Weights,
 
+    #[command(flatten)]
+    pub(crate) options: Model,
+
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -224,6 +230,25 @@ impl Resources {
             .placement(self.placement.clone().unwrap_or_default())
             .mapping(self.mapping)
             .memory_budget(self.memory_budget.clone())
+    }
+}
+
+/// Options of single models.
+#[derive(Debug, Args)]
+pub(crate) struct Model {
+    /// Options of single models, with commas between them: qwen_image_2_1_prefix_cache=true|false keeps keys and values of
+    /// the prompt between steps [default: true], qwen_image_2_1_prefix_cache_type=f32|f16|q8_0 says in which type
+    /// [default: f32]. May be given several times.
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    pub(crate) model_args: Vec<ModelArgs>,
+}
+
+impl Model {
+    /// Passes them on; the last that says something decides.
+    pub(crate) fn apply(&self, builder: PipelineBuilder) -> PipelineBuilder {
+        let args = self.model_args.iter();
+        let args = args.fold(ModelArgs::default(), |before, args| args.or(before));
+        builder.prefix_cache(args.prefix_cache())
     }
 }
 

@@ -52,6 +52,8 @@ struct Bytes {
     copied: u64,
     converted: u64,
     compute: u64,
+    /// The most that keys and values of the prompts took while the steps ran.
+    prefix_cache: u64,
     file: u64,
     /// Most bytes of this process in memory at once, where the system tells.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,7 +70,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     let mut display = Display::new(arguments.json);
 
     let builder = arguments.resources.apply(Pipeline::open(&folder)?);
-    let mut builder = arguments.weights.apply(builder);
+    let mut builder = arguments.options.apply(arguments.weights.apply(builder));
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);
     }
@@ -140,6 +142,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
             copied: pipeline.loaded().copied,
             converted: pipeline.loaded().converted,
             compute: made.compute_bytes,
+            prefix_cache: made.prefix_bytes,
             file: file_size(&arguments.output),
             peak_resident: peak_resident(),
         },

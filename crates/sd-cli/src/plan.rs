@@ -18,8 +18,20 @@ struct Report {
     parts: Vec<Part>,
     devices: Vec<Need>,
     fits: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefix_cache: Option<PrefixCache>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     fallbacks: Vec<Fallback>,
+}
+
+/// Keys and values of a prompt that are kept between steps.
+#[derive(Debug, Serialize)]
+struct PrefixCache {
+    #[serde(rename = "type")]
+    dtype: &'static str,
+    /// For each condition; a guided picture has two.
+    bytes: u64,
+    fits: bool,
 }
 
 /// One part of the model.
@@ -55,15 +67,18 @@ struct Fallback {
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let size = crate::generate::size(arguments.width, arguments.height);
     let builder = arguments.resources.apply(Pipeline::open(&arguments.model)?);
-    let plan = arguments
-        .weights
-        .apply(builder)
-        .plan(size, arguments.tokens)?;
+    let builder = arguments.options.apply(arguments.weights.apply(builder));
+    let plan = builder.plan(size, arguments.tokens)?;
 
     let report = Report {
         width: plan.width,
         height: plan.height,
         fits: plan.fits(),
+        prefix_cache: plan.prefix_cache.map(|prefix| PrefixCache {
+            dtype: prefix.dtype.name(),
+            bytes: prefix.bytes,
+            fits: prefix.fits,
+        }),
         parts: plan
             .seats
             .iter()
@@ -125,6 +140,18 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
             size(part.compute)
         )?;
         writeln!(out, "    {}", part.reason)?;
+    }
+    if let Some(prefix) = &report.prefix_cache {
+        let fits = match prefix.fits {
+            true => "included above",
+            false => "no room: they are computed at every step",
+        };
+        writeln!(
+            out,
+            "keys and values of the prompt, kept between steps: {} in {} for each condition, {fits}",
+            size(prefix.bytes),
+            prefix.dtype
+        )?;
     }
     for need in &report.devices {
         let left = match (need.available, need.fits) {

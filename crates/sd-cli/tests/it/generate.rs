@@ -117,8 +117,8 @@ fn the_picture_shows_what_the_prompt_says() {
 fn the_report_is_json_and_the_same_seed_gives_the_same_picture() {
     let folder = tempfile::tempdir().unwrap();
     let tiny = tiny();
-    let run = |output: &str, seed: &str| {
-        let arguments = [
+    let run = |output: &str, seed: &str, options: &[&str]| {
+        let mut arguments = vec![
             "generate",
             "-p",
             "a green star ⭐, transparent background",
@@ -142,6 +142,7 @@ fn the_report_is_json_and_the_same_seed_gives_the_same_picture() {
             output,
             "--json",
         ];
+        arguments.extend(options);
         let ended = sd(folder.path(), &arguments);
         assert_eq!(ended.code, Some(0), "{ended:?}");
         let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
@@ -151,7 +152,7 @@ fn the_report_is_json_and_the_same_seed_gives_the_same_picture() {
             ended.err,
         )
     };
-    let (report, first, err) = run("one.png", "7");
+    let (report, first, err) = run("one.png", "7", &[]);
     assert_eq!(
         (report["width"].as_u64(), report["height"].as_u64()),
         (Some(64), Some(96))
@@ -170,8 +171,19 @@ fn the_report_is_json_and_the_same_seed_gives_the_same_picture() {
         assert!(peak <= limit, "{peak} bytes at the peak, {limit} allowed");
     }
     assert!(err.contains("70x100 is rounded down to 64x96"), "{err}");
-    assert_eq!(run("two.png", "7").1, first);
-    assert_ne!(run("three.png", "8").1, first);
+    assert_eq!(run("two.png", "7", &[]).1, first);
+    assert_ne!(run("three.png", "8", &[]).1, first);
+    // What is kept of the prompt is less in another type, and may be nothing.
+    let kept = |report: &serde_json::Value| report["bytes"]["prefix_cache"].as_u64().unwrap();
+    let args = "qwen_image_2_1_prefix_cache_type=q8_0";
+    let (blocks, ..) = run("four.png", "7", &["--model-args", args]);
+    assert!(kept(&blocks) > 0 && kept(&blocks) * 3 < kept(&report));
+    let (none, ..) = run(
+        "five.png",
+        "7",
+        &["--model-args", "qwen_image_2_1_prefix_cache=false"],
+    );
+    assert_eq!(kept(&none), 0);
 }
 
 #[test]
@@ -222,6 +234,18 @@ fn numbers_that_make_no_picture_are_refused() {
         (
             &["--memory-budget", "5MiB"],
             &["out of memory on CPU", "budget of 5.00 MiB", "would do"],
+        ),
+        (
+            &["--model-args", "qwen_image_2_1_prefix_cache=maybe"],
+            &[
+                "qwen_image_2_1_prefix_cache=maybe",
+                "qwen_image_2_1_prefix_cache=true|false",
+                "qwen_image_2_1_prefix_cache_type=f32|f16|q8_0",
+            ],
+        ),
+        (
+            &["--model-args", "chroma_use_dit_mask=true"],
+            &["chroma_use_dit_mask", "qwen_image_2_1_prefix_cache"],
         ),
         (&["--nonsense"], &["--nonsense"]),
     ];

@@ -24,6 +24,14 @@ fn the_smallest_budget_does_and_one_byte_less_does_not() {
         ),
         (Some(96), Some(96), Some(true))
     );
+    // Keys and values of 16 tokens, 192 channels and 7 blocks, in single precision.
+    let prefix = &plan["prefix_cache"];
+    let bytes = prefix["bytes"].as_u64().unwrap();
+    assert!((172_032..172_032 + 4096).contains(&bytes), "{prefix}");
+    assert_eq!(
+        (prefix["type"].as_str(), prefix["fits"].as_bool()),
+        (Some("f32"), Some(true))
+    );
     let smallest = plan["devices"][0]["smallest_budget"].as_u64().unwrap();
     let peak = plan["devices"][0]["peak"].as_u64().unwrap();
     // With everything loaded at once it takes more than with parts that come and go.
