@@ -1,7 +1,7 @@
 //! Caches that runs keep for one another: keys and values of a prefix in a small model, whole, in segments and streamed.
 
 use sd_backend::fake::{FakeDevice, FakeOptions, GraphFailure};
-use sd_backend::{Backend, DType, Device, Ledger, MemoryKind, Residence};
+use sd_backend::{Backend, DType, Device, DeviceKind, Ledger, MemoryKind, Residence};
 use sd_graph::{
     Allocation, CacheEntry, Cancel, Error, Estimate, FailureKind, Graph, Plan, Progress, Reporter,
     Result, RunnerCache, Tensor,
@@ -208,7 +208,12 @@ fn what_one_run_stores_another_reads_however_graphs_are_cut() {
 fn caches_take_turns_on_one_plan() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = file(folder.path());
-    for device in devices() {
+    // Other devices may multiply in half precision, and round products of other sizes in another way.
+    let tolerance = |device: Device| match device.kind() {
+        DeviceKind::Gpu | DeviceKind::IntegratedGpu if !device.name().starts_with("Fake") => 0.02,
+        _ => 1e-6,
+    };
+    for device in devices().into_iter().chain(crate::devices()) {
         let (model, _weights) = loaded(&checkpoint, Residence::Device, device);
         let mut backend = backend(device, &Ledger::default());
         let build = |mode| Plan::build(&backend, |g| graph(&model, mode, g)).unwrap();
@@ -224,7 +229,10 @@ fn caches_take_turns_on_one_plan() {
                 let found = run(plan, &mut backend, (prefix, step), cache).unwrap();
                 let should = run(&mut plain, &mut backend, (prefix, step), cache).unwrap();
                 let error = error_of(&found, &should);
-                assert!(error <= 1e-6, "{device} {prefix} {step}: {error:e}");
+                assert!(
+                    error <= tolerance(device),
+                    "{device} {prefix} {step}: {error:e}"
+                );
             }
         }
         assert!(caches.iter().all(|cache| cache.commits() == 1));
@@ -248,7 +256,7 @@ fn caches_take_turns_on_one_plan() {
         .unwrap();
         let found = run(&mut read, &mut backend, (0, 7), &one).unwrap();
         let should = run(&mut plain, &mut backend, (6, 7), &one).unwrap();
-        assert!(error_of(&found, &should) <= 1e-6);
+        assert!(error_of(&found, &should) <= tolerance(device));
     }
 }
 

@@ -345,3 +345,58 @@ fn what_is_kept_takes_only_room_that_nothing_else_needs() {
         "{kinds:?}"
     );
 }
+
+/// A kept condition and a new one in one step, with weights that come and go: both are stored, so that both run in graphs
+/// of one kind.
+#[test]
+fn streamed_weights_serve_kept_and_new_conditions_together() {
+    // (condition, negative, stored, read): at first both are new, then one is known, then both are.
+    let rounds = [(0, 1, 2, 4), (0, 2, 2, 4), (2, 0, 0, 6)];
+    let fake = fake();
+    let device = fake.device();
+    let on_disk = Placement::default().residence(Component::Diffusion, Residence::Disk);
+    let builder = |ledger: &Ledger, prefix| {
+        let builder = open().device(device).placement(on_disk.clone());
+        let builder = builder.mapping(Mapping::Never).prefix_cache(prefix);
+        builder.ledger(ledger)
+    };
+    let free = ledger(MemoryBudget::Automatic);
+    let plan = builder(&free, PrefixCache::Off).plan(Some((32, 64)), 12);
+    let need = plan.unwrap().devices.remove(0);
+    let plain: Vec<Image> = {
+        let mut pipeline = builder(&free, PrefixCache::Off).load().unwrap();
+        let conditions = PROMPTS.map(|prompt| pipeline.encode(prompt).unwrap());
+        let mut draw_round = |(one, other, ..): &(usize, usize, usize, usize)| {
+            let request = request(&conditions[*one], 2.0).negative(&conditions[*other]);
+            draw(&mut pipeline, &request).unwrap().0
+        };
+        rounds.iter().map(&mut draw_round).collect()
+    };
+    let mut served = 0;
+    for part in [1, 3, 5] {
+        let budget = need.smallest + (need.peak - need.smallest) * part / 6;
+        let budgets = MemoryBudgets::default().with("Fake0", MemoryBudget::Bytes(budget));
+        let ledger = Ledger::with_headroom(budgets, 0);
+        let mut as_wanted = 0;
+        let mut pipeline = builder(&ledger, PrefixCache::F32).load().unwrap();
+        let conditions = PROMPTS.map(|prompt| pipeline.encode(prompt).unwrap());
+        for ((one, other, stored, read), plain) in rounds.iter().zip(&plain) {
+            let request = request(&conditions[*one], 2.0).negative(&conditions[*other]);
+            let Ok((image, report)) = draw(&mut pipeline, &request.keep_prefix(true)) else {
+                // Two passes take more than the one that was planned for.
+                assert!(budget < need.smallest * 2, "{budget}");
+                break;
+            };
+            assert_alike(&image, plain, &format!("{budget}"));
+            // What is kept goes when the decoder needs its room; then it is stored again.
+            let counts = (report.prefix_stores, report.prefix_reads);
+            let is_streamed = pipeline.seats()[1].is_streamed;
+            as_wanted += usize::from(is_streamed && counts == (*stored, *read));
+        }
+        served += usize::from(as_wanted == rounds.len());
+        drop((pipeline, conditions));
+        assert_eq!(ledger.report(device).used.total(), 0);
+        assert_eq!(fake.counts().buffers, 0);
+    }
+    assert!(served > 0);
+}
