@@ -31,7 +31,8 @@ use crate::seating::{Backends, DeviceNeed, Scene, Seating, Wishes};
 /// let mut pipeline = Pipeline::open("models/tiny-qwen-image-2.1")?.device("auto").load()?;
 /// let condition = pipeline.encode("a large red circle on a blue background")?;
 /// for seed in 0..4 {
-///     let request = Request::new(&condition).size(128, 128).steps(20).seed(seed);
+///     // Keys and values of the prompt are computed for the first picture and kept with the condition for the others.
+///     let request = Request::new(&condition).size(128, 128).steps(20).seed(seed).keep_prefix(true);
 ///     let (image, _) = pipeline.generate(&request, &mut |_: &sd_graph::Progress| {})?;
 ///     image.save(format!("circle-{seed}.png"))?;
 /// }

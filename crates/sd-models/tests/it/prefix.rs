@@ -14,6 +14,12 @@ use sd_models::{
 
 use crate::fixtures::{relative_l2, tiny};
 
+/// Conditions may be shared by threads, whatever is kept with them.
+const _: () = {
+    const fn is_shared<T: Send + Sync>() {}
+    is_shared::<Condition>();
+};
+
 /// Two prompts of as many tokens, and one of fewer.
 const PROMPTS: [&str; 3] = [
     "a large red circle on a blue background",
