@@ -282,6 +282,42 @@ fn whatever_allocation_fails_the_picture_is_made_without_what_is_kept() {
         let (image, _) = draw(&mut pipeline, &request).unwrap();
         assert_alike(&image, &expected, &format!("graph {nth}"));
     }
+    // Cancelled at any event, it leaves nothing either, and what was kept before stays.
+    for keeps in [false, true] {
+        let request = request.clone().keep_prefix(keeps);
+        if keeps {
+            draw(&mut pipeline, &request).unwrap();
+        }
+        let kept = ledger.report(device).used.of(MemoryKind::Cache);
+        assert_eq!(kept > 0, keeps);
+        let (mut events, mut at) = (0, 1);
+        while at == 1 || events >= at - 1 {
+            let cancel = Cancel::new();
+            pipeline.set_cancel(cancel.clone());
+            events = 0;
+            let outcome = pipeline.generate(&request, &mut |_: &Progress| {
+                events += 1;
+                if events == at {
+                    cancel.cancel();
+                }
+            });
+            match outcome {
+                Err(error) => assert!(error.is_cancelled(), "{error}"),
+                Ok((image, _)) => assert_alike(&image, &expected, &format!("event {at}")),
+            }
+            assert_eq!(
+                ledger.report(device).used.of(MemoryKind::Cache),
+                kept,
+                "event {at}"
+            );
+            at += 1;
+        }
+        assert!(at > 4, "{at}");
+        pipeline.set_cancel(Cancel::new());
+        let (image, report) = draw(&mut pipeline, &request).unwrap();
+        assert_alike(&image, &expected, "after cancelling");
+        assert_eq!(report.prefix_stores, if keeps { 0 } else { 2 });
+    }
     drop((pipeline, condition, negative));
     assert_eq!(ledger.report(device).used.total(), 0);
     assert_eq!(fake.counts().buffers, 0);
