@@ -1,6 +1,5 @@
 //! A stream of work on a device.
 
-use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
 
 use sd_ggml_sys as sys;
@@ -9,6 +8,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::processor::Processor;
+use crate::queue::{Event, Queue};
 
 /// How a [`Backend`] works.
 #[derive(Debug, Clone, Default)]
@@ -38,18 +38,11 @@ impl BackendOptions {
 #[derive(Debug)]
 pub struct Backend {
     // Field order is drop order: the backend goes before the threads it computes with.
-    raw: Raw,
+    queue: Queue,
     processor: Option<Processor>,
     device: Device,
     ledger: Ledger,
 }
-
-#[derive(Debug)]
-struct Raw(NonNull<sys::ggml_backend>);
-
-// SAFETY: a ggml backend keeps no thread-local state; it must only not be used from two threads at once, which `&mut`
-// in `compute` rules out.
-unsafe impl Send for Raw {}
 
 impl Backend {
     /// Starts a stream of work on `device`.
@@ -62,18 +55,16 @@ impl Backend {
                 device: device.name(),
             })
         };
-        // SAFETY: the device lives for ever and null parameters mean its defaults.
-        let raw = unsafe { sys::ggml_backend_dev_init(device.as_ptr(), std::ptr::null()) };
-        let raw = Raw(NonNull::new(raw).ok_or_else(failed)?);
+        let queue = Queue::new(device).ok_or_else(failed)?;
         let processor = Processor::start(device, options.threads)
             .transpose()
             .map_err(|()| failed())?;
         if let Some(processor) = &processor {
             // SAFETY: the backend is the processor's; its threads are kept beside it and freed after it.
-            unsafe { processor.serve(raw.0.as_ptr()) };
+            unsafe { processor.serve(queue.as_ptr()) };
         }
         Ok(Backend {
-            raw,
+            queue,
             processor,
             device,
             ledger: options.ledger.clone(),
@@ -106,7 +97,7 @@ impl Backend {
     /// `node` and its sources are live tensors.
     pub unsafe fn supports(&self, node: *const sys::ggml_tensor) -> bool {
         // SAFETY: the backend is live, the node is as the caller promises.
-        unsafe { sys::ggml_backend_supports_op(self.raw.0.as_ptr(), node) }
+        unsafe { sys::ggml_backend_supports_op(self.queue.as_ptr(), node) }
     }
 
     /// Runs a graph to its end, or until `cancel` becomes true where the device can stop between operations (the
@@ -123,24 +114,43 @@ impl Backend {
         graph: *mut sys::ggml_cgraph,
         cancel: Option<&AtomicBool>,
     ) -> Result<()> {
+        // SAFETY: as the caller promises; this returns when nothing is queued any more.
+        let outcome = unsafe { self.enqueue(graph, cancel) };
+        self.finish()?;
+        outcome
+    }
+
+    /// As [`Backend::compute`], but where the device works by itself the graph is only queued.
+    ///
+    /// # Errors
+    /// Those of [`Backend::compute`], as far as they are known when the graph is queued.
+    ///
+    /// # Safety
+    /// As for [`Backend::compute`], until [`Backend::finish`] or an event that is marked later says that the graph is done;
+    /// and nobody else writes what it reads or reads what it writes except for work that events order with it.
+    pub unsafe fn enqueue(
+        &mut self,
+        graph: *mut sys::ggml_cgraph,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<()> {
         // SAFETY: the graph is live.
         if unsafe { sys::ggml_graph_n_nodes(graph) } == 0 {
             // A remote device asserts that there is something to do.
             return Ok(());
         }
-        let backend = self.raw.0.as_ptr();
+        let backend = self.queue.as_ptr();
         if let Some(processor) = &self.processor {
-            // SAFETY: the flag is borrowed for this whole call, and the callback is taken back below.
+            // SAFETY: the flag is borrowed for this whole call, in which the processor does all its work, and the callback
+            // is taken back below.
             unsafe { processor.stop_by(backend, cancel) };
         }
+        self.queue.is_given_work();
         // SAFETY: the graph is as the caller promises.
-        let status = unsafe { sys::ggml_backend_graph_compute(backend, graph) };
+        let status = unsafe { sys::ggml_backend_graph_compute_async(backend, graph) };
         if let Some(processor) = &self.processor {
             // SAFETY: takes the callback back.
             unsafe { processor.stop_by(backend, None) };
         }
-        // To a remote device the graph was only sent so far: this waits for it.
-        self.device.check_connection()?;
         match status {
             sys::GGML_STATUS_SUCCESS => Ok(()),
             sys::GGML_STATUS_ABORTED => Err(Error::Cancelled),
@@ -152,20 +162,40 @@ impl Backend {
         }
     }
 
-    /// Waits until everything that was queued is done.
-    pub fn synchronize(&mut self) {
-        // SAFETY: the backend is live.
-        unsafe { sys::ggml_backend_synchronize(self.raw.0.as_ptr()) };
-        // For a remote device that only means "sent". A lost one has nothing left to wait for, and whoever computes on it
-        // or reads from it is told.
-        let _ = self.device.check_connection();
+    /// Whether it works by itself, and events order it with other queues of its device.
+    pub fn has_events(&self) -> bool {
+        self.queue.has_events()
     }
-}
 
-impl Drop for Raw {
-    fn drop(&mut self) {
-        // SAFETY: the backend is live and nobody else frees it.
-        unsafe { sys::ggml_backend_free(self.0.as_ptr()) };
+    /// Marks what was queued so far: `event` happens when that is done.
+    ///
+    /// # Errors
+    /// [`Error::Compute`] for another device's event.
+    pub fn mark(&mut self, event: &Event) -> Result<()> {
+        self.queue.mark(event)
+    }
+
+    /// Lets what is queued from now on wait for the latest mark of `event`. The host does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Compute`] for another device's event.
+    pub fn wait_for(&mut self, event: &Event) -> Result<()> {
+        self.queue.wait_for(event)
+    }
+
+    /// Whether something was queued that nobody has waited for by [`Backend::finish`].
+    pub fn is_busy(&self) -> bool {
+        self.queue.is_busy()
+    }
+
+    /// Waits until everything that was queued is done.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`] when the device's server is gone.
+    pub fn finish(&mut self) -> Result<()> {
+        self.queue.synchronize();
+        // For a remote device that only means "sent": this waits for it.
+        self.device.check_connection()
     }
 }
 
@@ -179,7 +209,7 @@ mod tests {
             for _ in 0..3 {
                 let mut backend =
                     Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
-                backend.synchronize();
+                backend.finish().unwrap();
                 assert_eq!(backend.device(), device);
             }
         }

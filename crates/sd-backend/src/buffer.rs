@@ -18,6 +18,8 @@ pub struct Buffer {
     reservation: Reservation,
     /// Where the memory is a file's: what keeps it mapped. Dropped after `Drop::drop` has freed `raw`, whoever drops what.
     file: Option<Arc<MappedFile>>,
+    /// Whether a device copies from it without the processor's help.
+    is_pinned: bool,
 }
 
 // SAFETY: a ggml buffer is not tied to the thread that made it; freeing it from another is what ggml's users do.
@@ -38,12 +40,71 @@ impl Buffer {
         bytes: usize,
         kind: MemoryKind,
     ) -> Result<Buffer> {
-        let reservation = ledger.reserve(device, bytes as u64, kind)?;
-        // SAFETY: the device lives for ever; a refused allocation is a null pointer, which is looked at.
-        let raw = unsafe {
-            let buffer_type = sys::ggml_backend_dev_buffer_type(device.as_ptr());
-            sys::ggml_backend_buft_alloc_buffer(buffer_type, bytes)
+        // SAFETY: the device lives for ever, and so do its types of buffers.
+        let buffer_type = unsafe { sys::ggml_backend_dev_buffer_type(device.as_ptr()) };
+        Buffer::of_type(buffer_type, ledger, device, bytes, kind)
+    }
+
+    /// Allocates `bytes` of the host's memory, on the host's account, that `device` copies from: pinned if it offers that
+    /// and the system grants it, else ordinary. [`Buffer::is_pinned`] says which.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn allocate_on_host(
+        ledger: &Ledger,
+        device: Device,
+        bytes: usize,
+        kind: MemoryKind,
+    ) -> Result<Buffer> {
+        let host = Device::cpu()?;
+        let Some(buffer_type) = device.host_buffer_type() else {
+            return Buffer::allocate(ledger, host, bytes, kind);
         };
+        let mut buffer = Buffer::of_type(buffer_type, ledger, host, bytes, kind)?;
+        // Drivers give ordinary memory without a word when they cannot pin any.
+        // SAFETY: the buffer is live.
+        let got = unsafe { sys::ggml_backend_buffer_get_type(buffer.raw.as_ptr()) };
+        buffer.is_pinned = got == buffer_type;
+        if !buffer.is_pinned {
+            tracing::warn!(
+                "{} of host memory could not be pinned for {device}",
+                crate::Bytes(bytes as u64)
+            );
+        }
+        Ok(buffer)
+    }
+
+    /// Bytes of the largest buffer that [`Buffer::allocate_on_host`] can make for `device`, and the alignment in bytes
+    /// that tensors in it need.
+    ///
+    /// # Errors
+    /// [`Error::DeviceNotFound`](crate::Error::DeviceNotFound) without a processor.
+    pub fn limits_on_host(device: Device) -> Result<(usize, usize)> {
+        let Some(buffer_type) = device.host_buffer_type() else {
+            let host = Device::cpu()?;
+            return Ok((Buffer::largest(host), Buffer::alignment(host)));
+        };
+        // SAFETY: types of buffers live for ever.
+        Ok(unsafe {
+            (
+                sys::ggml_backend_buft_get_max_size(buffer_type),
+                sys::ggml_backend_buft_get_alignment(buffer_type).max(1),
+            )
+        })
+    }
+
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    fn of_type(
+        buffer_type: sys::ggml_backend_buffer_type_t,
+        ledger: &Ledger,
+        device: Device,
+        bytes: usize,
+        kind: MemoryKind,
+    ) -> Result<Buffer> {
+        let reservation = ledger.reserve(device, bytes as u64, kind)?;
+        // SAFETY: types of buffers live for ever; a refused allocation is a null pointer, which is looked at.
+        let raw = unsafe { sys::ggml_backend_buft_alloc_buffer(buffer_type, bytes) };
         let raw = NonNull::new(raw).ok_or_else(|| ledger.refused(device, bytes as u64))?;
         if kind == MemoryKind::Weights {
             // SAFETY: `raw` was just returned as a live buffer. Drivers may place weights differently.
@@ -59,6 +120,7 @@ impl Buffer {
             device,
             reservation,
             file: None,
+            is_pinned: false,
         })
     }
 
@@ -78,12 +140,18 @@ impl Buffer {
             device,
             reservation,
             file: Some(file),
+            is_pinned: false,
         }
     }
 
     /// Whether it may be written: memory that is a file's may not.
     pub fn is_writable(&self) -> bool {
         self.file.is_none()
+    }
+
+    /// Whether it is memory of the host that a device copies from while the processor does something else.
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
     }
 
     /// What its bytes are held for.

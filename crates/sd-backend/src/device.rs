@@ -189,6 +189,21 @@ impl Device {
             .is_some()
     }
 
+    /// The type of host memory that it copies from by itself, if it offers that.
+    pub(crate) fn host_buffer_type(self) -> Option<sys::ggml_backend_buffer_type_t> {
+        if !self.capabilities().host_buffer {
+            return None;
+        }
+        // SAFETY: the device lives for ever; one without the function gives a null pointer.
+        let buffer_type = unsafe { sys::ggml_backend_dev_host_buffer_type(self.raw.as_ptr()) };
+        (!buffer_type.is_null()).then_some(buffer_type)
+    }
+
+    /// Whether it offers pinned memory of the host, which it copies from by itself.
+    pub fn has_pinned_memory(self) -> bool {
+        self.host_buffer_type().is_some()
+    }
+
     /// The handle for calls into `sd_ggml_sys`; valid until the process ends.
     pub fn as_ptr(self) -> sys::ggml_backend_dev_t {
         self.raw.as_ptr()

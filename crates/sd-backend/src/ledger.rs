@@ -53,7 +53,22 @@ pub struct Ledger(Arc<Inner>);
 struct Inner {
     budgets: MemoryBudgets,
     headroom: u64,
-    used: Mutex<HashMap<Device, Usage>>,
+    accounts: Mutex<Accounts>,
+}
+
+#[derive(Debug, Default)]
+struct Accounts {
+    used: HashMap<Device, Usage>,
+    /// By number: who watches which device, and the most that was held meanwhile.
+    watches: HashMap<u64, (Device, Usage)>,
+    next_watch: u64,
+}
+
+/// Remembers the most that is held on one device, by kind, from [`Ledger::watch`] until it is dropped.
+#[derive(Debug)]
+pub struct Watch {
+    ledger: Ledger,
+    number: u64,
 }
 
 /// Memory that was granted; given back when dropped.
@@ -86,7 +101,7 @@ impl Ledger {
         Ledger(Arc::new(Inner {
             budgets,
             headroom,
-            used: Mutex::default(),
+            accounts: Mutex::default(),
         }))
     }
 
@@ -95,8 +110,8 @@ impl Ledger {
     /// # Errors
     /// [`Error::OutOfMemory`] if the budget or the device has less left; the figures are logged too.
     pub fn reserve(&self, device: Device, bytes: u64, kind: MemoryKind) -> Result<Reservation> {
-        let mut used = self.lock();
-        let account = used.entry(device).or_default();
+        let mut accounts = self.lock();
+        let account = accounts.used.entry(device).or_default();
         let report = self.report_of(device, *account);
         if report.available.is_some_and(|available| bytes > available) {
             let error = self.error(bytes, device, &report);
@@ -104,6 +119,12 @@ impl Ledger {
             return Err(error);
         }
         account.bytes[kind as usize] += bytes;
+        let held = *account;
+        for (watched, most) in accounts.watches.values_mut() {
+            if *watched == device {
+                *most = most.most(&held);
+            }
+        }
         Ok(Reservation {
             ledger: self.clone(),
             device,
@@ -126,9 +147,22 @@ impl Ledger {
         self.error(bytes, device, &self.report(device))
     }
 
+    /// Remembers the most that is held on `device` from now on.
+    pub fn watch(&self, device: Device) -> Watch {
+        let mut accounts = self.lock();
+        let number = accounts.next_watch;
+        accounts.next_watch += 1;
+        let held = accounts.used.get(&device).copied().unwrap_or_default();
+        accounts.watches.insert(number, (device, held));
+        Watch {
+            ledger: self.clone(),
+            number,
+        }
+    }
+
     /// A device's figures now.
     pub fn report(&self, device: Device) -> MemoryReport {
-        let used = self.lock().get(&device).copied().unwrap_or_default();
+        let used = self.lock().used.get(&device).copied().unwrap_or_default();
         self.report_of(device, used)
     }
 
@@ -170,9 +204,12 @@ impl Ledger {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Device, Usage>> {
+    fn lock(&self) -> MutexGuard<'_, Accounts> {
         // Counters are right after every statement that changes them, so a panic elsewhere does no harm.
-        self.0.used.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0
+            .accounts
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -202,6 +239,30 @@ impl Usage {
     pub fn total(&self) -> u64 {
         self.bytes.iter().sum()
     }
+
+    /// The larger of both for each kind.
+    pub fn most(&self, other: &Usage) -> Usage {
+        let mut most = *self;
+        for (bytes, other) in most.bytes.iter_mut().zip(other.bytes) {
+            *bytes = other.max(*bytes);
+        }
+        most
+    }
+}
+
+impl Watch {
+    /// The most that was held so far, for each kind by itself: kinds may have had their most at different times.
+    pub fn most(&self) -> Usage {
+        let accounts = self.ledger.lock();
+        let watched = accounts.watches.get(&self.number);
+        watched.map(|(_, most)| *most).unwrap_or_default()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.ledger.lock().watches.remove(&self.number);
+    }
 }
 
 impl fmt::Display for Usage {
@@ -230,7 +291,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if let Some(account) = self.ledger.lock().get_mut(&self.device) {
+        if let Some(account) = self.ledger.lock().used.get_mut(&self.device) {
             let held = &mut account.bytes[self.kind as usize];
             *held = held.saturating_sub(self.bytes);
         }
@@ -291,6 +352,22 @@ mod tests {
         assert!(ledger.reserve(cpu, 1, MemoryKind::Cache).is_err());
         drop((compute, more));
         assert_eq!(ledger.report(cpu).used.total(), 0);
+    }
+
+    #[test]
+    fn a_watch_keeps_the_most_of_each_kind() {
+        let cpu = Device::cpu().unwrap();
+        let ledger = Ledger::default();
+        let held = ledger.reserve(cpu, 10, MemoryKind::Weights).unwrap();
+        let watch = ledger.watch(cpu);
+        drop(held);
+        let held = ledger.reserve(cpu, 20, MemoryKind::Staging).unwrap();
+        drop(held);
+        drop(ledger.reserve(cpu, 5, MemoryKind::Staging).unwrap());
+        let most = watch.most();
+        assert_eq!(most.of(MemoryKind::Weights), 10);
+        assert_eq!(most.of(MemoryKind::Staging), 20);
+        assert_eq!(ledger.watch(cpu).most().total(), 0);
     }
 
     #[test]

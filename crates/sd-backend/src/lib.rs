@@ -15,7 +15,8 @@
 //! | [`Device`] | yes | yes | lives as long as the process; only constants and reports are read from it |
 //! | [`Buffer`], [`HostMapping`], [`MappedFile`] | yes | yes | through a shared one only addresses and sizes are read |
 //! | [`Ledger`], [`Reservation`] | yes | yes | counters under a lock |
-//! | [`Backend`] | yes | no | one stream of work: ggml's backends are not made for two threads at once |
+//! | [`Backend`], [`CopyQueue`] | yes | no | one queue of work: ggml's backends are not made for two threads at once |
+//! | [`Event`] | yes | yes | used under a lock |
 //!
 //! ```
 //! fn sent<T: Send>() {}
@@ -60,6 +61,7 @@ mod log;
 mod mapped_file;
 mod placement;
 mod processor;
+mod queue;
 mod registry;
 mod rpc;
 mod serve;
@@ -71,11 +73,12 @@ pub use device::{Capabilities, Device, DeviceKind, Memory};
 pub use dtype::DType;
 pub use error::{Bytes, Error, Result};
 pub use host_mapping::HostMapping;
-pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage};
+pub use ledger::{Ledger, MemoryKind, MemoryReport, Reservation, Usage, Watch};
 #[cfg(all(feature = "dynamic-backends", not(feature = "system")))]
 pub use libraries::built_backends;
 pub use mapped_file::{Access, AccessHint, MapOptions, MappedFile, Mapping, is_local, pages};
 pub use placement::{
     Component, DeviceChoice, Need, Placement, Residence, Seat, Streamed, Wish, peak, seats,
 };
+pub use queue::{CopyQueue, Event};
 pub use serve::{RpcServer, RpcServerOptions};

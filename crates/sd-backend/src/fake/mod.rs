@@ -2,13 +2,14 @@
 //!
 //! Written against ggml's backend interface, so that everything above sees an ordinary graphics card: with memory of its
 //! own that the host cannot address, with reports that may lie, with allocations, host pointers and graphs that fail when
-//! a test says so. Its memory is really the host's, and the processor's backend computes for it, so its results are the
+//! a test says so, with queues that work as late as they may. Its memory is really the host's, and the processor's backend computes for it, so its results are the
 //! processor's, bit for bit.
 //!
 //! Not in ggml's registry: nobody gets it who does not hold its [`FakeDevice`]. A fake device is never freed, as no
 //! device is.
 
 mod interface;
+mod queues;
 
 use std::ffi::{CString, c_void};
 use std::mem::zeroed;
@@ -19,6 +20,9 @@ use std::time::Duration;
 use sd_ggml_sys as sys;
 
 use crate::device::Device;
+
+pub use queues::Queues;
+use queues::Waiting;
 
 /// What a [`FakeDevice`] does when it is asked to use host memory where it lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -34,6 +38,18 @@ pub enum HostPointers {
     FailLikeMetal,
     /// It seems to, and reads other bytes.
     ReadWrong,
+}
+
+/// What a [`FakeDevice`] gives whoever wants memory of the host that it copies from by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pinned {
+    /// The interface has no function for it.
+    #[default]
+    Missing,
+    /// That.
+    Work,
+    /// Ordinary memory, without a word, as CUDA does when nothing can be pinned.
+    FallBack,
 }
 
 /// What a [`FakeDevice`] says of its memory.
@@ -63,6 +79,14 @@ pub struct FakeOptions {
     pub largest_buffer: usize,
     /// Bytes that weights and inputs are padded to in its memory.
     pub padding: usize,
+    /// When it does what was queued.
+    pub queues: Queues,
+    /// Queues that may be there at once.
+    pub most_queues: usize,
+    /// Whether it makes events, if it says that it has some.
+    pub makes_events: bool,
+    /// What it does about pinned memory of the host.
+    pub pinned: Pinned,
 }
 
 impl Default for FakeOptions {
@@ -75,6 +99,10 @@ impl Default for FakeOptions {
             says_host_pointers: false,
             largest_buffer: usize::MAX,
             padding: 1,
+            queues: Queues::None,
+            most_queues: usize::MAX,
+            makes_events: true,
+            pinned: Pinned::Missing,
         }
     }
 }
@@ -93,8 +121,15 @@ pub struct FakeCounts {
     pub mapped_bytes: usize,
     /// Buffers of both kinds that are alive.
     pub buffers: usize,
-    /// Bytes that were copied to it.
+    /// Bytes of pinned host memory that are taken now.
+    pub pinned_bytes: usize,
+    /// Bytes that were copied to it, queued ones included.
     pub uploaded: u64,
+    /// Queues that are alive.
+    pub queues: usize,
+    /// Memory, events and queues that were given up, and memory that was read or written past the queues, while something
+    /// that was queued needed them; graphs that saw anything but zeros in the padding of weights.
+    pub misuses: u64,
     /// Graphs that were computed, failed ones included.
     pub graphs: u64,
 }
@@ -124,11 +159,13 @@ struct Fake {
     registry: sys::ggml_backend_reg,
     device: sys::ggml_backend_device,
     buffer_type: sys::ggml_backend_buffer_type,
+    host_buffer_type: sys::ggml_backend_buffer_type,
     guid: [u8; 16],
     name: CString,
     backend: CString,
     options: FakeOptions,
     script: Mutex<Script>,
+    waiting: Mutex<Waiting>,
 }
 
 /// A device that does what a test tells it to. Clones are the same device.
@@ -141,22 +178,27 @@ unsafe impl Send for Fake {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Fake {}
 
+/// Type of the function that says a device's name.
+type Name = unsafe extern "C" fn(sys::ggml_backend_dev_t) -> *const std::ffi::c_char;
+
 impl FakeDevice {
     /// A device as `options` say; a zero byte in a name ends it.
     pub fn new(options: FakeOptions) -> FakeDevice {
         let c_string =
             |text: &str| CString::new(text.split('\0').next().unwrap_or("")).unwrap_or_default();
         // SAFETY: every field of these structs is a nullable function pointer, a pointer or a number: zero is valid.
-        let (registry, device, buffer_type) = unsafe { (zeroed(), zeroed(), zeroed()) };
+        let (registry, device, types) = unsafe { (zeroed(), zeroed(), (zeroed(), zeroed())) };
         let fake: &'static mut Fake = Box::leak(Box::new(Fake {
             registry,
             device,
-            buffer_type,
+            buffer_type: types.0,
+            host_buffer_type: types.1,
             guid: *b"a fake device's.",
             name: c_string(&options.name),
             backend: c_string(&options.backend),
             options,
             script: Mutex::default(),
+            waiting: Mutex::default(),
         }));
         let context = (&raw mut *fake).cast::<c_void>();
         fake.registry.api_version = sys::GGML_BACKEND_API_VERSION as i32;
@@ -178,6 +220,21 @@ impl FakeDevice {
         if fake.options.host_pointers != HostPointers::Missing {
             fake.device.iface.buffer_from_host_ptr = Some(interface::buffer_from_host_ptr);
         }
+        if fake.options.queues != Queues::None {
+            fake.device.iface.event_new = Some(queues::event_new);
+            fake.device.iface.event_free = Some(queues::event_free);
+            fake.device.iface.event_synchronize = Some(queues::event_synchronize);
+        }
+        if fake.options.pinned != Pinned::Missing {
+            fake.device.iface.get_host_buffer_type = Some(interface::host_buffer_type_of_device);
+        }
+        fake.host_buffer_type.device = &raw mut fake.device;
+        fake.host_buffer_type.context = context;
+        fake.host_buffer_type.iface.get_name = Some(interface::buffer_type_name);
+        fake.host_buffer_type.iface.alloc_buffer = Some(interface::alloc_host_buffer);
+        fake.host_buffer_type.iface.get_alignment = Some(interface::alignment);
+        fake.host_buffer_type.iface.get_max_size = Some(interface::max_size);
+        fake.host_buffer_type.iface.is_host = Some(interface::is_host);
         fake.buffer_type.device = &raw mut fake.device;
         fake.buffer_type.context = context;
         fake.buffer_type.iface.get_name = Some(interface::buffer_type_name);
@@ -191,6 +248,17 @@ impl FakeDevice {
     /// The device.
     pub fn device(&self) -> Device {
         Device::from_non_null(NonNull::from(&self.0.device))
+    }
+
+    /// The fake that `device` is, if it is one.
+    pub fn of(device: Device) -> Option<FakeDevice> {
+        // SAFETY: a device lives for ever, and its interface is only read after registration. Only fakes have this function.
+        unsafe {
+            let device = &*device.as_ptr();
+            let name = device.iface.get_name?;
+            let is_fake = std::ptr::fn_addr_eq(name, interface::device_name as Name);
+            is_fake.then(|| FakeDevice(&*device.context.cast::<Fake>()))
+        }
     }
 
     /// What it says of its memory from now on.
@@ -215,7 +283,10 @@ impl FakeDevice {
 
     /// What was counted.
     pub fn counts(&self) -> FakeCounts {
-        self.0.lock().counts
+        let seen = self.0.lock_waiting().misuses;
+        let mut counts = self.0.lock().counts;
+        counts.misuses += seen;
+        counts
     }
 }
 
@@ -231,8 +302,17 @@ impl Fake {
         self.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a fault of whoever uses the device, if it is one.
+    fn misused(&self, is_so: bool) {
+        self.lock().counts.misuses += u64::from(is_so);
+    }
+
     /// Counts one allocation of `bytes`; false if it is to fail.
-    fn grant(&self, bytes: usize, mapped: bool) -> bool {
+    fn grant(&self, bytes: usize, memory: Memory) -> bool {
         let mut script = self.lock();
         script.counts.allocations += 1;
         if let Some(left) = script.fail_allocation {
@@ -242,15 +322,27 @@ impl Fake {
             }
         }
         let counts = &mut script.counts;
-        if mapped {
-            counts.mapped_bytes += bytes;
-        } else if bytes > self.options.memory - counts.bytes {
-            return false;
-        } else {
-            counts.bytes += bytes;
-            counts.peak_bytes = counts.peak_bytes.max(counts.bytes);
+        match memory {
+            Memory::Mapped => counts.mapped_bytes += bytes,
+            Memory::Pinned => counts.pinned_bytes += bytes,
+            Memory::Own if bytes > self.options.memory - counts.bytes => return false,
+            Memory::Own => {
+                counts.bytes += bytes;
+                counts.peak_bytes = counts.peak_bytes.max(counts.bytes);
+            }
         }
         counts.buffers += 1;
         true
     }
+}
+
+/// What a buffer's memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// The device's.
+    Own,
+    /// The host's, used in place.
+    Mapped,
+    /// The host's, copied from.
+    Pinned,
 }

@@ -184,7 +184,7 @@ fn a_server_that_is_killed_while_it_computes_is_an_error() {
             plan.set("x", &vec![0.5_f32; 1024 * 1024]).unwrap();
             assert_lost(&plan.run(&mut backend, &Cancel::new()).unwrap_err());
             assert_lost(&Plan::build(&backend, |g| products(g, 8, 1)).unwrap_err());
-            backend.synchronize();
+            backend.finish().unwrap_err();
             assert_eq!(device.memory(), None);
             assert!(matches!(
                 device.check_connection(),
