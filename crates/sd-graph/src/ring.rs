@@ -1,8 +1,9 @@
 //! Deciding which weights stay in memory and where the others pass through it.
 //!
-//! Plain arithmetic. Segments run in a known order, again and again. What stays is a prefix of that order: of things used
-//! in a circle any rule that looks at the past evicts what is needed next, a fixed set does not. The rest is laid out in
-//! a ring of bytes, each segment's weights at a place that never changes, so that graphs can point there for ever.
+//! Plain arithmetic. Segments run in a known order, again and again. What stays is a fixed set: of things used in a circle
+//! any rule that looks at the past evicts what is needed next. The set is spread evenly over the order, so that weights are
+//! on their way all the time, also while segments compute that need none. The rest is laid out in a ring of bytes, each
+//! segment's weights at a place that never changes, so that graphs can point there for ever.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -37,9 +38,7 @@ impl Ring {
         budget: Option<u64>,
         largest: u64,
     ) -> Result<Ring, u64> {
-        let all: Vec<Split> = (0..=segments.len())
-            .map(|prefix| Split::at(segments, prefix))
-            .collect();
+        let all = Split::all(segments, largest);
         let fits = |split: &&Split, depth: usize| {
             let ring = split.ring(depth);
             let few = depth < DEPTH || budget.is_none_or(|budget| ring <= budget / SHARE);
@@ -49,8 +48,8 @@ impl Ring {
         let everything = all.last().filter(|split| fits(split, 1));
         let chosen = everything.map(|split| (split, 1)).or_else(|| {
             (1..=DEPTH).rev().find_map(|depth| {
-                let split = all.iter().rev().find(|split| fits(split, depth))?;
-                Some((split, depth))
+                let fitting = all.iter().filter(|split| fits(split, depth));
+                Some((fitting.max_by_key(|split| split.resident)?, depth))
             })
         });
         let Some((split, depth)) = chosen else {
@@ -68,25 +67,47 @@ impl Ring {
 
 /// Segments in two parts: those whose weights stay, and the others.
 struct Split {
-    prefix: usize,
+    /// For each segment whether its weights stay.
+    stays: Vec<bool>,
     resident: u64,
-    /// Bytes that pass through the ring for each segment; none for those of the prefix.
+    /// Bytes that pass through the ring for each segment; none for those that stay.
     needs: Vec<u64>,
 }
 
 impl Split {
-    fn at(segments: &[Vec<(usize, u64)>], prefix: usize) -> Split {
-        let stays: BTreeMap<usize, u64> = segments[..prefix].iter().flatten().copied().collect();
+    /// From the one where as little stays as can, in a ring of at most `largest` bytes, to the one where everything does.
+    fn all(segments: &[Vec<(usize, u64)>], largest: u64) -> Vec<Split> {
+        let bytes = |segment: &Vec<(usize, u64)>| segment.iter().map(|(_, bytes)| bytes).sum();
+        let may_pass = |segment: &Vec<(usize, u64)>| (1..=largest).contains(&bytes(segment));
+        let passing = segments.iter().filter(|segment| may_pass(segment)).count();
+        (0..=passing)
+            .map(|stay| {
+                let mut found = 0;
+                let stays = segments.iter().map(|segment| {
+                    if !may_pass(segment) {
+                        return true;
+                    }
+                    found += 1;
+                    found * stay / passing > (found - 1) * stay / passing
+                });
+                Split::of(segments, stays.collect())
+            })
+            .collect()
+    }
+
+    fn of(segments: &[Vec<(usize, u64)>], stays: Vec<bool>) -> Split {
+        let staying = segments.iter().zip(&stays).filter(|(_, stays)| **stays);
+        let params: BTreeMap<usize, u64> = staying.flat_map(|(s, _)| s).copied().collect();
         let need = |segment: &Vec<(usize, u64)>| {
             let passes = segment
                 .iter()
-                .filter(|(param, _)| !stays.contains_key(param));
+                .filter(|(param, _)| !params.contains_key(param));
             passes.map(|(_, bytes)| bytes).sum()
         };
         Split {
-            prefix,
-            resident: stays.values().sum(),
+            resident: params.values().sum(),
             needs: segments.iter().map(need).collect(),
+            stays,
         }
     }
 
@@ -110,7 +131,11 @@ impl Split {
 
     fn lay_out(&self, segments: &[Vec<(usize, u64)>], bytes: u64) -> Ring {
         let mut stays: Vec<(usize, u64)> = Vec::new();
-        for &(param, size) in segments[..self.prefix].iter().flatten() {
+        let staying = segments
+            .iter()
+            .zip(&self.stays)
+            .filter(|(_, stays)| **stays);
+        for &(param, size) in staying.flat_map(|(segment, _)| segment) {
             if stays.iter().all(|&(found, _)| found != param) {
                 stays.push((param, size));
             }
@@ -180,6 +205,15 @@ mod tests {
         assert_eq!(Ring::lay_out(&segments, Some(0), u64::MAX), Err(25));
         let free = Ring::lay_out(&segments, None, u64::MAX).unwrap();
         assert_eq!((free.bytes, free.stays.len()), (0, 15));
+    }
+
+    #[test]
+    fn what_stays_is_spread_evenly() {
+        let segments: Vec<_> = (0..12).map(|n| vec![(n, 10)]).collect();
+        let ring = Ring::lay_out(&segments, Some(80), u64::MAX).unwrap();
+        let passing: Vec<usize> = (0..12).filter(|&n| !ring.passes[n].is_empty()).collect();
+        assert_eq!(passing.len(), 6);
+        assert!(passing.windows(2).all(|pair| pair[1] - pair[0] == 2));
     }
 
     #[test]
