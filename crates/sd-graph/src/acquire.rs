@@ -10,7 +10,7 @@ use crate::form::{Draft, Form};
 use crate::graph::Recording;
 use crate::param::{Param, Place};
 use crate::ring::Ring;
-use crate::run::Cancel;
+use crate::run::{Cancel, Reporter};
 use crate::runner_cache::stored_bytes;
 use crate::segment::{Partition, Segment};
 use crate::stream::{Stream, sizes, staging};
@@ -57,6 +57,7 @@ pub(crate) fn acquire(
     pool: &mut Pool,
     backend: &Backend,
     cancel: &Cancel,
+    progress: &mut dyn Reporter,
 ) -> Result<(Form, Option<SharedStream>)> {
     check_params(recording, backend)?;
     let parts = partition.params(recording, |param| param.place().is_none());
@@ -78,6 +79,10 @@ pub(crate) fn acquire(
     });
     if let Some(stream) = shared {
         let form = acquiring.form(Some(&stream), 0)?;
+        // ggml may have prepared the padding of parameters in places where others are now.
+        let mut passing = stream.lock().unwrap_or_else(PoisonError::into_inner);
+        passing.forget()?;
+        drop(passing);
         return Ok((form, Some(stream)));
     }
 
@@ -113,7 +118,7 @@ pub(crate) fn acquire(
         }
     };
     let least = Ring::lay_out(&sizes, Some(0), largest).err().unwrap_or(0);
-    let stream = Stream::new(&parts, &ring, staging, backend, cancel)
+    let stream = Stream::new(&parts, &ring, staging, backend, cancel, progress)
         .map_err(|error| error.of(Allocation::Weights))?;
     let stream = Arc::new(Mutex::new(stream));
     let acquiring = Acquiring {

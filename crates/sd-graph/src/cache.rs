@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::graph::Graph;
 use crate::plan::Plan;
 use crate::relief::{Relief, with_relief};
+use crate::run::{Cancel, Progress, Reporter};
 
 /// Plans by the shapes they were built for. Equal shapes share a plan; beyond its room the plan used longest ago goes.
 ///
@@ -52,18 +53,35 @@ impl<K: PartialEq> PlanCache<K> {
         backend: &Backend,
         build: impl for<'g> Fn(Graph<'g>),
     ) -> Result<&mut Plan> {
+        let cancel = Cancel::new();
+        self.get_or_build_with(key, backend, &cancel, &mut |_: &Progress| {}, build)
+    }
+
+    /// As [`PlanCache::get_or_build`]; what it loads can be cancelled and is told of, as by [`Plan::build_with`].
+    ///
+    /// # Errors
+    /// Those of [`Plan::build`].
+    pub fn get_or_build_with(
+        &mut self,
+        key: K,
+        backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+        build: impl for<'g> Fn(Graph<'g>),
+    ) -> Result<&mut Plan> {
         let build = |_: &K, g: Graph<'_>| build(g);
         let plan = match self.plans.iter().any(|(known, _)| *known == key) {
             true => None,
             false => Some(with_relief(self, |cache| {
-                cache.build(&key, cache.room, backend, &build)
+                cache.build(&key, cache.room, backend, (cancel, &mut *progress), &build)
             })?),
         };
         let index = self.keep(key, plan);
         Ok(&mut self.plans[index].1)
     }
 
-    /// The plans for all `keys`, which differ, in their order, to be [run together](Plan::run_together).
+    /// The plans for all `keys`, which differ, in their order, to be [run together](Plan::run_together). What is loaded can
+    /// be cancelled and is told of, as by [`Plan::build_with`].
     ///
     /// If memory runs out while building, all plans are given up and it is tried once more ([`with_relief`]).
     ///
@@ -73,13 +91,17 @@ impl<K: PartialEq> PlanCache<K> {
         &mut self,
         keys: &[K],
         backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
         build: impl for<'g> Fn(&K, Graph<'g>),
     ) -> Result<Vec<&mut Plan>>
     where
         K: Clone,
     {
         let room = self.room.max(keys.len());
-        with_relief(self, |cache| cache.ensure_all(keys, room, backend, &build))?;
+        with_relief(self, |cache| {
+            cache.ensure_all(keys, room, backend, (cancel, &mut *progress), &build)
+        })?;
         let mut found: Vec<(usize, &mut Plan)> = self
             .plans
             .iter_mut()
@@ -97,6 +119,7 @@ impl<K: PartialEq> PlanCache<K> {
         keys: &[K],
         room: usize,
         backend: &Backend,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
         build: &impl for<'g> Fn(&K, Graph<'g>),
     ) -> Result<()>
     where
@@ -110,7 +133,7 @@ impl<K: PartialEq> PlanCache<K> {
             self.keep(key.clone(), None);
         }
         for key in new {
-            let plan = self.build(key, room, backend, build)?;
+            let plan = self.build(key, room, backend, (cancel, progress), build)?;
             self.keep(key.clone(), Some(plan));
         }
         Ok(())
@@ -122,12 +145,13 @@ impl<K: PartialEq> PlanCache<K> {
         key: &K,
         room: usize,
         backend: &Backend,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
         build: &impl for<'g> Fn(&K, Graph<'g>),
     ) -> Result<Plan> {
         while self.plans.len() >= room {
             self.plans.remove(0);
         }
-        Plan::build_in(&self.pool, backend, |g| build(key, g))
+        Plan::build_in(&self.pool, backend, cancel, progress, |g| build(key, g))
     }
 
     /// Where the plan for `key`, new or known, is as the most recently used.

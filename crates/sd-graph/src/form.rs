@@ -324,6 +324,22 @@ impl Form {
         backend: &mut Backend,
         cancel: &AtomicBool,
     ) -> Result<()> {
+        let outcome = self.queue(segment, backend, cancel);
+        backend.finish()?;
+        outcome
+    }
+
+    /// As [`Form::compute`], but a device that works by itself may not be done, or not even have begun: whoever calls this
+    /// waits for the backend before the form is read, given other inputs or dropped.
+    ///
+    /// # Errors
+    /// Those of [`Backend::enqueue`].
+    pub(crate) fn queue(
+        &self,
+        segment: usize,
+        backend: &mut Backend,
+        cancel: &AtomicBool,
+    ) -> Result<()> {
         let Some(lowered) = self.lowered.get(segment) else {
             return Ok(());
         };
@@ -331,8 +347,9 @@ impl Form {
             return Err(Error::NotAttached);
         }
         // SAFETY: all tensors of the graph were bound or allocated on this device when the form was made and are kept by
-        // it, those of slots when they were attached; all its operations were found to be supported.
-        Ok(unsafe { backend.compute(lowered.graph, Some(cancel)) }?)
+        // it, those of slots when they were attached; all its operations were found to be supported. `running` waits for
+        // the backend before a run ends, and events order it with what brings weights.
+        Ok(unsafe { backend.enqueue(lowered.graph, Some(cancel)) }?)
     }
 
     /// Copies output `index` to `bytes`, which is as long as it.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use sd_backend::{Backend, Buffer, HostMapping, Mapping, MemoryKind};
+use sd_backend::{Backend, Buffer, Device, HostMapping, Ledger, Mapping, MemoryKind};
 use sd_ggml_sys as sys;
 
 use crate::checkpoint::Checkpoint;
@@ -13,7 +13,7 @@ use crate::load_plan::{LoadPlan, Staging, Step};
 use crate::param::{Param, Place};
 use crate::raw::{Arena, RawTensor};
 use crate::run::{Cancel, Progress, Reporter};
-use crate::transfer::{Job, Lanes, Target};
+use crate::transfer::{Job, Lanes, Road, Source, Target};
 
 /// What loading did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -76,17 +76,19 @@ impl LoadPlan<'_> {
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<LoadReport> {
-        let (places, report) = self.fetch(backend, cancel, progress)?;
+        let (places, report) = self.fetch(backend, None, cancel, progress)?;
         for (param, place) in self.params.iter().zip(places) {
             param.set_place(Some(place));
         }
         Ok(report)
     }
 
-    /// As [`LoadPlan::load`], but the parameters are not told where their values are.
+    /// As [`LoadPlan::load`], but the parameters are not told where their values are. A plan for the host takes memory that
+    /// `for_device` copies from, pinned if it offers that.
     pub(crate) fn fetch(
         &self,
         backend: &Backend,
+        for_device: Option<Device>,
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<(Vec<Place>, LoadReport)> {
@@ -104,8 +106,11 @@ impl LoadPlan<'_> {
             .filter(|&index| places[index].is_none())
             .collect();
         let sizes = copies.iter().map(|&index| self.steps[index].buffer_bytes);
-        let taken = allocate(backend, sizes, MemoryKind::Weights)
-            .map_err(|error| error.of(Allocation::Weights))?;
+        let taken = match for_device {
+            None => allocate(backend, sizes, MemoryKind::Weights),
+            Some(device) => allocate_on_host(backend.ledger(), device, sizes),
+        };
+        let taken = taken.map_err(|error| error.of(Allocation::Weights))?;
         let mut jobs = Vec::with_capacity(copies.len());
         let arena = Arena::new(copies.len(), false).map_err(|_| backend.out_of_memory(0))?;
         for (&index, place) in copies.iter().zip(taken) {
@@ -120,9 +125,8 @@ impl LoadPlan<'_> {
                 report.bytes += place.buffer.len() as u64;
             }
             jobs.push(Job {
-                checkpoint: self.checkpoint,
+                source: Source::File(self.checkpoint, step),
                 param,
-                step,
                 target: Target::new(&arena, param, &place, backend)?,
             });
             places[index] = Some(place);
@@ -181,7 +185,11 @@ impl LoadPlan<'_> {
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<()> {
-        let staging = Staging::of(jobs.iter().map(|job| (job.param, job.step)), self.device);
+        let copied = jobs.iter().filter_map(|job| match job.source {
+            Source::File(_, step) => Some((job.param, step)),
+            Source::Memory(_) => None,
+        });
+        let staging = Staging::of(copied, self.device);
         let mut lanes =
             Lanes::new(staging, backend.ledger()).map_err(|error| error.of(Allocation::Host))?;
         let (mut done, mut bytes) = (loaded, 0);
@@ -192,7 +200,8 @@ impl LoadPlan<'_> {
                 bytes: 0,
             });
         }
-        lanes.bring(jobs, self.device, cancel, &mut |written, is_last| {
+        let road = Road::new(None);
+        lanes.bring(jobs, &road, self.device, cancel, &mut |written, is_last| {
             bytes += written;
             if is_last {
                 done += 1;
@@ -214,15 +223,40 @@ pub(crate) fn allocate(
     kind: MemoryKind,
 ) -> Result<Vec<Place>> {
     let device = backend.device();
-    let alignment = Buffer::alignment(device);
-    let most = Buffer::largest(device);
+    let limits = (Buffer::largest(device), Buffer::alignment(device));
     let too_much = || Error::from(backend.out_of_memory(u64::MAX));
-    // Bytes of each buffer, and the offsets of the tensors in it.
+    let layout = in_buffers(sizes, limits).ok_or_else(too_much)?;
+    take(layout, |bytes| {
+        Ok(Buffer::allocate(backend.ledger(), device, bytes, kind)?)
+    })
+}
+
+/// As [`allocate`], for weights in memory of the host that `device` copies from.
+fn allocate_on_host(
+    ledger: &Ledger,
+    device: Device,
+    sizes: impl Iterator<Item = usize>,
+) -> Result<Vec<Place>> {
+    /// Bytes of one buffer: pinning takes its time, and may work for a part.
+    const MOST: usize = 1 << 30;
+    let (largest, alignment) = Buffer::limits_on_host(device)?;
+    let too_much = || Error::from(ledger.refused(device, u64::MAX));
+    let layout = in_buffers(sizes, (largest.min(MOST), alignment)).ok_or_else(too_much)?;
+    take(layout, |bytes| {
+        let kind = MemoryKind::Weights;
+        Ok(Buffer::allocate_on_host(ledger, device, bytes, kind)?)
+    })
+}
+
+/// Bytes of each buffer for tensors of these sizes, and the offsets of the tensors in it; `None` if that is more than there
+/// are numbers for.
+fn in_buffers(
+    sizes: impl Iterator<Item = usize>,
+    (most, alignment): (usize, usize),
+) -> Option<Vec<(usize, Vec<usize>)>> {
     let mut layout: Vec<(usize, Vec<usize>)> = Vec::new();
     for bytes in sizes {
-        let bytes = bytes
-            .checked_next_multiple_of(alignment)
-            .ok_or_else(too_much)?;
+        let bytes = bytes.checked_next_multiple_of(alignment)?;
         match layout.last_mut() {
             Some((taken, offsets)) if taken.checked_add(bytes).is_some_and(|sum| sum <= most) => {
                 offsets.push(*taken);
@@ -231,9 +265,17 @@ pub(crate) fn allocate(
             _ => layout.push((bytes, vec![0])),
         }
     }
+    Some(layout)
+}
+
+/// Takes the buffers of a layout.
+fn take(
+    layout: Vec<(usize, Vec<usize>)>,
+    buffer: impl Fn(usize) -> Result<Buffer>,
+) -> Result<Vec<Place>> {
     let mut places = Vec::new();
     for (bytes, offsets) in layout {
-        let buffer = Arc::new(Buffer::allocate(backend.ledger(), device, bytes, kind)?);
+        let buffer = Arc::new(buffer(bytes)?);
         places.extend(offsets.into_iter().map(|offset| Place {
             buffer: Arc::clone(&buffer),
             offset,

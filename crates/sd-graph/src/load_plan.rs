@@ -63,11 +63,13 @@ pub(crate) struct Step {
 /// Memory of the host that pieces pass through.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Staging {
+    pieces: u64,
+    /// Threads that bring pieces.
     pub(crate) lanes: usize,
-    /// For each lane: bytes as stored.
+    /// For each lane: bytes as stored, of what is converted.
     pub(crate) stored: usize,
-    /// For each lane: converted bytes that then are sent to the device.
-    pub(crate) converted: usize,
+    /// For each lane: bytes of what is sent to a device.
+    pub(crate) sent: usize,
 }
 
 impl Staging {
@@ -76,30 +78,34 @@ impl Staging {
         copied: impl Iterator<Item = (&'s Param, &'s Step)>,
         device: Device,
     ) -> Staging {
-        let on_host = Buffer::is_host(device);
+        let is_sent = !Buffer::is_host(device);
         let mut staging = Staging::default();
         let mut pieces = 0;
         for (param, step) in copied {
             pieces += step.elements.div_ceil(PIECE as u64);
-            let kept = step.is_kept(param.dtype());
-            if on_host && kept {
-                // Read straight into memory.
-                continue;
-            }
             let elements = step.elements.min(PIECE as u64);
-            let stored = step.stored.bytes(elements).unwrap_or(0) as usize;
-            staging.stored = staging.stored.max(stored);
-            if !kept && !on_host {
-                let converted = param.dtype().row_bytes(elements as usize).unwrap_or(0);
-                staging.converted = staging.converted.max(converted);
+            if !step.is_kept(param.dtype()) {
+                let stored = step.stored.bytes(elements).unwrap_or(0) as usize;
+                staging.stored = staging.stored.max(stored);
+            }
+            if is_sent {
+                let sent = param.dtype().row_bytes(elements as usize).unwrap_or(0);
+                staging.sent = staging.sent.max(sent);
             }
         }
-        staging.lanes = lanes(pieces);
+        staging.add_pieces(pieces, 0);
         staging
     }
 
+    /// Adds so many pieces of up to so many bytes that are sent to a device.
+    pub(crate) fn add_pieces(&mut self, pieces: u64, bytes: usize) {
+        self.pieces += pieces;
+        self.sent = self.sent.max(bytes);
+        self.lanes = lanes(self.pieces);
+    }
+
     pub(crate) fn bytes(self) -> u64 {
-        (self.lanes * (self.stored + self.converted)) as u64
+        (self.lanes * (self.stored + self.sent)) as u64
     }
 }
 

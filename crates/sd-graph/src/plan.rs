@@ -10,7 +10,7 @@ use crate::form::{Draft, Form};
 use crate::graph::{Element, Graph, Named, Recording, TensorId, check_index};
 use crate::param::{Param, Place};
 use crate::ring::Ring;
-use crate::run::{Cancel, Reporter, RunReport};
+use crate::run::{Cancel, Progress, Reporter, RunReport};
 use crate::runner_cache::{RunnerCache, stored_bytes};
 use crate::running;
 use crate::segment::{Partition, Segment};
@@ -99,7 +99,22 @@ impl Plan {
     /// [`Error::Unsupported`], or when memory runs out (nothing stays allocated) [`Error::TooLittleMemory`] or
     /// [`Error::Backend`].
     pub fn build(backend: &Backend, build: impl for<'g> FnOnce(Graph<'g>)) -> Result<Plan> {
-        Plan::build_in(&Arc::new(Mutex::new(Pool::new(1))), backend, build)
+        Plan::build_with(backend, &Cancel::new(), &mut |_: &Progress| {}, build)
+    }
+
+    /// As [`Plan::build`]; weights that come and go are loaded as far as they stay, which can be cancelled and is told of
+    /// ([`Progress::Loading`]).
+    ///
+    /// # Errors
+    /// Those of [`Plan::build`].
+    pub fn build_with(
+        backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+        build: impl for<'g> FnOnce(Graph<'g>),
+    ) -> Result<Plan> {
+        let pool = Arc::new(Mutex::new(Pool::new(1)));
+        Plan::build_in(&pool, backend, cancel, progress, build)
     }
 
     /// As [`Plan::build`], but in segments even where the whole would fit: where a device cannot stop within a graph, a
@@ -112,16 +127,25 @@ impl Plan {
         build: impl for<'g> FnOnce(Graph<'g>),
     ) -> Result<Plan> {
         let pool = Pool::new(1).always_cut();
-        Plan::build_in(&Arc::new(Mutex::new(pool)), backend, build)
+        let pool = Arc::new(Mutex::new(pool));
+        Plan::build_in(
+            &pool,
+            backend,
+            &Cancel::new(),
+            &mut |_: &Progress| {},
+            build,
+        )
     }
 
     /// As [`Plan::build`], sharing weights that come and go with other plans of `pool`.
     pub(crate) fn build_in(
         pool: &Arc<Mutex<Pool>>,
         backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
         build: impl for<'g> FnOnce(Graph<'g>),
     ) -> Result<Plan> {
-        Plan::of(Recording::of(build)?, pool, backend)
+        Plan::of(Recording::of(build)?, pool, backend, (cancel, progress))
     }
 
     /// As [`Plan::build_in`] for what was recorded.
@@ -129,6 +153,7 @@ impl Plan {
         recording: Recording,
         pool: &Arc<Mutex<Pool>>,
         backend: &Backend,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
     ) -> Result<Plan> {
         let mut plan = Plan {
             form: None,
@@ -142,16 +167,22 @@ impl Plan {
             attached: None,
             device: backend.device(),
         };
-        plan.acquire(backend, &Cancel::new())?;
+        plan.acquire(backend, cancel, progress)?;
         Ok(plan)
     }
 
     /// Takes memory, if it has none: for the whole graph if that fits now, else for its segments.
-    pub(crate) fn acquire(&mut self, backend: &Backend, cancel: &Cancel) -> Result<()> {
+    pub(crate) fn acquire(
+        &mut self,
+        backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<()> {
         if self.form.is_none() {
             let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
             let (recording, partition) = (&self.recording, &self.partition);
-            let (form, stream) = acquire(recording, partition, &mut pool, backend, cancel)?;
+            let (form, stream) =
+                acquire(recording, partition, &mut pool, backend, cancel, progress)?;
             self.form = Some(form);
             self.stream = stream;
         }

@@ -85,17 +85,21 @@ pub enum Progress {
 pub struct RunReport {
     /// Segments that were computed, those of all plans that ran together.
     pub segments: usize,
-    /// Time in which the device computed.
+    /// Time in which the device computed, or was about to.
     pub computing: Duration,
-    /// Time in which it waited for weights.
+    /// Time in which it waited for weights: in which those of the segment whose turn it was were not there. The host's
+    /// clock tells, by which a segment is computed when the host has seen so. Where weights are read from files, reading
+    /// those of the next segment to be queued counts, though the device may still have computed for a part of that.
     pub waiting: Duration,
     /// Bytes of weights that were moved to the device.
     pub weight_bytes: u64,
     /// Bytes of inputs that were moved to the device.
     pub input_bytes: u64,
-    /// What was held on the device through its ledger, by kind, when all was computed. A run allocates nothing but what it
-    /// stores in its cache, which it does first, so it was no more meanwhile.
+    /// What was held on the device through its ledger, by kind, when all was computed.
     pub used: Usage,
+    /// The most that was held while it ran, for each kind by itself. More than `used` only if the plan had to take its
+    /// memory first, or others hold some of the same account.
+    pub most: Usage,
 }
 
 impl RunReport {
@@ -107,6 +111,7 @@ impl RunReport {
         self.weight_bytes += later.weight_bytes;
         self.input_bytes += later.input_bytes;
         self.used = later.used;
+        self.most = self.most.most(&later.most);
     }
 }
 

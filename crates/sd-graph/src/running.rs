@@ -1,9 +1,10 @@
 //! Running plans: segment by segment, with the weights of each there in time.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use sd_backend::{Backend, Buffer, Device};
+use sd_backend::{Backend, Buffer, Device, Event};
 
 use crate::error::{Error, Result};
 use crate::form::Form;
@@ -13,7 +14,7 @@ use crate::plan::Plan;
 use crate::run::{Cancel, Progress, Reporter, RunReport};
 use crate::runner_cache::{self, Pending, RunnerCache};
 use crate::state::{self, State};
-use crate::stream::Stream;
+use crate::stream::{IN_FLIGHT, Stream};
 
 /// Runs plans together if they have the same segments and weights, else one after the other.
 pub(crate) fn run(
@@ -22,10 +23,11 @@ pub(crate) fn run(
     cancel: &Cancel,
     progress: &mut dyn Reporter,
 ) -> Result<RunReport> {
+    let watch = backend.ledger().watch(backend.device());
     for plan in &mut *plans {
         plan.check(backend, |_| false)?;
         cancel.check()?;
-        plan.acquire(backend, cancel)?;
+        plan.acquire(backend, cancel, progress)?;
     }
     let stored_into = stored_into(plans);
     let _alone = runner_cache::lock(&stored_into);
@@ -38,7 +40,8 @@ pub(crate) fn run(
             form.detach();
         }
     }
-    let (pending, report) = outcome?;
+    let (pending, mut report) = outcome?;
+    report.most = watch.most();
     for (cache, pending) in pending {
         cache.commit(pending);
     }
@@ -151,10 +154,22 @@ fn run_passes(
         progress,
         report,
     };
-    match stream.as_deref_mut().filter(|stream| !stream.is_resident()) {
+    let mut stream = stream.as_deref_mut().filter(|stream| !stream.is_resident());
+    let marks = match &stream {
+        _ if passes.total < 2 || !passes.backend.has_events() => Vec::new(),
+        Some(stream) => stream.marks().to_vec(),
+        None => (0..IN_FLIGHT).map_while(|_| Event::new(device)).collect(),
+    };
+    if marks.len() == IN_FLIGHT {
+        return passes.run_queued(stream, marks);
+    }
+    match stream.take() {
         None => passes.run(|_| Ok(0)),
-        Some(stream) if !copies_beside_computing(device) => {
-            passes.run(|segment| stream.bring(segment, cancel))
+        Some(stream) if stream.has_queue() || !copies_beside_computing(device) => {
+            passes.run(|segment| {
+                let bytes = stream.bring(segment, &[], cancel)?;
+                stream.settle().map(|()| bytes)
+            })
         }
         Some(stream) => {
             let total = passes.total;
@@ -199,15 +214,126 @@ impl Passes<'_> {
                 self.report.segments += 1;
             }
             self.report.computing += computing.elapsed();
-            if self.total > 1 {
-                self.progress.report(&Progress::Segment {
-                    done: segment + 1,
-                    total: self.total,
-                    bytes: self.report.weight_bytes,
-                });
-            }
+            self.tell(segment);
         }
         Ok(())
+    }
+
+    fn tell(&mut self, segment: usize) {
+        if self.total > 1 {
+            self.progress.report(&Progress::Segment {
+                done: segment + 1,
+                total: self.total,
+                bytes: self.report.weight_bytes,
+            });
+        }
+    }
+
+    /// Computes everything by queues that work by themselves: a few segments are queued before the host waits for the
+    /// first of them, and weights are brought as far ahead as there is room, those of the next run in the end.
+    fn run_queued(&mut self, stream: Option<&mut Stream>, marks: Vec<Event>) -> Result<()> {
+        let mut flight = Flight {
+            queued: VecDeque::new(),
+            free: marks,
+            since: Instant::now(),
+        };
+        let outcome = self.fly(stream, &mut flight);
+        let finished = self.backend.finish();
+        outcome?;
+        Ok(finished?)
+    }
+
+    fn fly(&mut self, mut stream: Option<&mut Stream>, flight: &mut Flight) -> Result<()> {
+        // The first segment that is not queued, and whether something was brought that took long since one was done.
+        let (mut first, mut was_busy) = (0, false);
+        loop {
+            self.cancel.check()?;
+            let is_there = stream.as_ref().is_none_or(|stream| stream.is_loaded(first));
+            if first < self.total
+                && is_there
+                && let Some(computed) = flight.free.pop()
+            {
+                let ready = stream.as_ref().and_then(|stream| stream.ready(first));
+                self.queue(first, ready, &computed)?;
+                flight.queued.push_back((first, computed));
+                first += 1;
+                continue;
+            }
+            // What the next run needs is brought as long as this one computes.
+            let is_wanted = |stream: &Stream, segment: usize| {
+                let may_be_long = !flight.queued.is_empty() && !was_busy;
+                first < self.total || may_be_long || !stream.takes_long(segment)
+            };
+            let next = stream.as_deref_mut().and_then(|stream| {
+                let segment = stream.next(first)?;
+                is_wanted(stream, segment).then_some((stream, segment))
+            });
+            if let Some((stream, segment)) = next {
+                let began = Instant::now();
+                let in_flight = flight.queued.make_contiguous();
+                self.report.weight_bytes += stream.bring(segment, in_flight, self.cancel)?;
+                was_busy = stream.takes_long(segment);
+                if was_busy && segment == first {
+                    // Nothing else could be queued meanwhile.
+                    self.report.waiting += began.elapsed();
+                    flight.since += began.elapsed();
+                }
+            } else if let Some((segment, computed)) = flight.queued.pop_front() {
+                if let Some(ready) = stream.as_ref().and_then(|stream| stream.ready(segment)) {
+                    ready.wait();
+                    self.report.waiting += flight.lap();
+                }
+                computed.wait();
+                self.report.computing += flight.lap();
+                flight.free.push(computed);
+                was_busy = false;
+                self.tell(segment);
+            } else {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Queues the passes over a segment for when its weights are `ready`; `computed` happens behind them.
+    fn queue(&mut self, segment: usize, ready: Option<&Event>, computed: &Event) -> Result<()> {
+        if let Some(ready) = ready {
+            self.backend.wait_for(ready)?;
+        }
+        for form in &self.forms {
+            form.queue(segment, self.backend, self.cancel.flag())?;
+            self.report.segments += 1;
+        }
+        Ok(self.backend.mark(computed)?)
+    }
+}
+
+impl Drop for Passes<'_> {
+    /// Nothing is read or given up before the device is done with it, whatever happened, a panic of the caller's reporter
+    /// included.
+    fn drop(&mut self) {
+        if self.backend.is_busy() {
+            // Whoever computes there next is told if the device is lost.
+            let _ = self.backend.finish();
+        }
+    }
+}
+
+/// Segments that were queued.
+struct Flight {
+    /// Those that the host has not seen done, and what happens when they are.
+    queued: VecDeque<(usize, Event)>,
+    free: Vec<Event>,
+    /// Until when time was accounted for.
+    since: Instant,
+}
+
+impl Flight {
+    /// Time since the last lap.
+    fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        let lap = now.saturating_duration_since(self.since);
+        self.since = now;
+        lap
     }
 }
 
@@ -256,7 +382,7 @@ impl Handover {
                 return;
             }
             drop(state);
-            let brought = stream.bring(segment, cancel);
+            let brought = stream.bring(segment, &[], cancel);
             let mut state = self.lock();
             match brought {
                 Ok(bytes) => {

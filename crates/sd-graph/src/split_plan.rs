@@ -68,7 +68,12 @@ impl SplitPlan {
             let pool = &split.shares()[part.device].pool;
             links.push(Link {
                 device: part.device,
-                plan: Plan::of(part.recording, pool, backends[part.device])?,
+                plan: Plan::of(
+                    part.recording,
+                    pool,
+                    backends[part.device],
+                    (&Cancel::new(), &mut |_: &Progress| {}),
+                )?,
                 takes,
             });
         }
@@ -134,7 +139,7 @@ impl SplitPlan {
                     link.takes.iter().any(|take| take.input == input)
                 })?;
                 cancel.check()?;
-                link.plan.acquire(backend, cancel)?;
+                link.plan.acquire(backend, cancel, progress)?;
                 passes.push(link);
             }
         }

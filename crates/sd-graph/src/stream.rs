@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use sd_backend::{Backend, Buffer, Device, MemoryKind};
+use sd_backend::{Backend, Buffer, CopyQueue, Device, Event, MemoryKind};
 
 use crate::error::{Allocation, Error, Result};
 use crate::load::allocate;
@@ -12,20 +12,28 @@ use crate::load_plan::{Staging, Step, step};
 use crate::param::{Home, Param, Place};
 use crate::raw::{Arena, bytes_for};
 use crate::ring::Ring;
-use crate::run::Cancel;
-use crate::transfer::{Job, Lanes, Target};
+use crate::run::{Cancel, Progress, Reporter};
+use crate::transfer::{Job, Lanes, MEMORY_PIECE, Road, Source, Target};
+
+/// Segments that may be queued before the host waits for the first of them: so many are computed before a run that is
+/// cancelled ends, and progress is late by as many. Two keep a device busy; one more is for a host that reads files
+/// meanwhile.
+pub(crate) const IN_FLIGHT: usize = 3;
 
 /// The weights of segments that run one after the other, again and again: some stay, the others pass through a ring.
 ///
 /// Every parameter has one place for each segment, so that graphs are bound once.
 #[derive(Debug)]
 pub(crate) struct Stream {
+    // Field order is drop order: the queue waits for its copies before anything they need goes.
+    carrier: Carrier,
+    /// For what was queued with its weights: see [`Stream::bring`].
+    marks: Vec<Event>,
     /// For each segment, the parameters it needs that were not on the device by themselves.
     order: Vec<Vec<usize>>,
     segments: Vec<Passing>,
     /// By parameter: where what stays lies.
     stays: HashMap<usize, Place>,
-    lanes: Lanes,
     device: Device,
     /// The description of what targets point to.
     _arena: Arena,
@@ -37,7 +45,10 @@ struct Passing {
     loads: Vec<Load>,
     places: HashMap<usize, Place>,
     range: Range<u64>,
+    /// Whether its weights are there, or the queue was told to bring them.
     is_loaded: bool,
+    /// With a queue: happens when they are there.
+    ready: Option<Event>,
 }
 
 /// One parameter to bring.
@@ -63,16 +74,28 @@ impl Load {
         })
     }
 
-    fn job(&self) -> Option<Job<'_>> {
-        match (&self.home, &self.step) {
-            (Home::File(checkpoint), Some(step)) => Some(Job {
-                checkpoint,
-                param: &self.param,
-                step,
-                target: self.target,
-            }),
-            _ => None,
-        }
+    /// Whether a queue copies it from where it is.
+    fn is_pinned(&self) -> bool {
+        matches!(&self.home, Home::Host(place) if place.buffer.is_pinned())
+    }
+
+    /// Whether it lies in memory of the host that no queue copies from by itself.
+    fn is_in_memory(&self) -> bool {
+        matches!(&self.home, Home::Host(place) if !place.buffer.is_pinned())
+    }
+
+    /// What threads have to do for it: read it from its file, or copy it to where a queue can copy from.
+    fn job(&self, has_queue: bool) -> Option<Job<'_>> {
+        let source = match (&self.home, &self.step) {
+            (Home::File(checkpoint), Some(step)) => Source::File(checkpoint, step),
+            (Home::Host(place), _) if has_queue && self.is_in_memory() => Source::Memory(place),
+            _ => return None,
+        };
+        Some(Job {
+            source,
+            param: &self.param,
+            target: self.target,
+        })
     }
 }
 
@@ -132,6 +155,7 @@ impl Stream {
         staging: Staging,
         backend: &Backend,
         cancel: &Cancel,
+        progress: &mut dyn Reporter,
     ) -> Result<Stream> {
         let no_room = |_| backend.out_of_memory(0);
         let params: HashMap<usize, &Param> =
@@ -167,6 +191,7 @@ impl Stream {
                 places: HashMap::new(),
                 range: range.clone(),
                 is_loaded: false,
+                ready: None,
             };
             for (passes, buffer) in passes.iter().zip(std::iter::repeat(&buffer)) {
                 let Some(buffer) = buffer else { continue };
@@ -181,18 +206,20 @@ impl Stream {
             segment.is_loaded = segment.loads.is_empty();
             passing.push(segment);
         }
-        let mut lanes =
-            Lanes::new(staging, backend.ledger()).map_err(|error| error.of(Allocation::Host))?;
-        bring(&resident, &mut lanes, backend.device(), cancel)?;
+        let (carrier, marks) = Carrier::new(&resident, &mut passing, staging, backend)
+            .map_err(|error| error.of(Allocation::Host))?;
         let keys = ring.stays.iter().map(|&(key, _)| key);
-        Ok(Stream {
+        let mut stream = Stream {
+            carrier,
+            marks,
             order: keys_of(segments),
             segments: passing,
             stays: keys.zip(places).collect(),
-            lanes,
             device: backend.device(),
             _arena: arena,
-        })
+        };
+        stream.carrier.settle(&resident, cancel, progress)?;
+        Ok(stream)
     }
 
     /// Whether it has the parameters of `segments` on `device`, each segment's where it brings that segment's.
@@ -217,27 +244,100 @@ impl Stream {
             .or_else(|| self.segments.get(segment)?.places.get(&param.key()))
     }
 
-    /// Sees to it that the weights of `segment` are in memory, and says how many bytes that moved. What lay there is gone,
-    /// so nobody may be computing with it.
-    pub(crate) fn bring(&mut self, segment: usize, cancel: &Cancel) -> Result<u64> {
-        let Some(wanted) = self.segments.get(segment) else {
-            return Ok(0);
-        };
-        if wanted.is_loaded {
+    /// Whether a queue of the device brings weights by itself.
+    pub(crate) fn has_queue(&self) -> bool {
+        self.carrier.queue.is_some()
+    }
+
+    /// Events for what is computed with its weights, to be given to [`Stream::bring`]; none without a queue.
+    pub(crate) fn marks(&self) -> &[Event] {
+        &self.marks
+    }
+
+    /// Whether the weights of `segment` are there, or on their way by the queue.
+    pub(crate) fn is_loaded(&self, segment: usize) -> bool {
+        let segment = self.segments.get(segment);
+        segment.is_none_or(|segment| segment.is_loaded)
+    }
+
+    /// What happens when the weights of `segment`, which the queue brings, are there.
+    pub(crate) fn ready(&self, segment: usize) -> Option<&Event> {
+        self.segments.get(segment)?.ready.as_ref()
+    }
+
+    /// Whether bringing the weights of `segment` keeps the host busy.
+    pub(crate) fn takes_long(&self, segment: usize) -> bool {
+        let segment = self.segments.get(segment);
+        segment.is_some_and(|segment| !segment.loads.iter().all(Load::is_pinned))
+    }
+
+    /// The segment whose weights should be brought next when everything before `first` has been queued: the first of those
+    /// to come, of the next run in the end, that are not loaded, if nothing that comes before it needs its place.
+    pub(crate) fn next(&self, first: usize) -> Option<usize> {
+        let total = self.segments.len();
+        let nth = |ahead: usize| (first + ahead) % total;
+        let ahead = (0..total).find(|&ahead| !self.is_loaded(nth(ahead)))?;
+        let range = &self.segments.get(nth(ahead))?.range;
+        let is_free = (0..ahead).all(|before| !overlap(range, &self.segments[nth(before)].range));
+        is_free.then(|| nth(ahead))
+    }
+
+    /// Sees to it that the weights of `segment` are in memory, or will be when [`Stream::ready`] happens, and says how many
+    /// bytes that moved. What lay there is gone: nobody computes with it any more except for what was queued for the
+    /// segments in `in_flight`, each with the event behind it.
+    pub(crate) fn bring(
+        &mut self,
+        segment: usize,
+        in_flight: &[(usize, Event)],
+        cancel: &Cancel,
+    ) -> Result<u64> {
+        if self.is_loaded(segment) {
             return Ok(0);
         }
-        let range = wanted.range.clone();
+        let Some(range) = self.segments.get(segment).map(|s| s.range.clone()) else {
+            return Ok(0);
+        };
         for other in &mut self.segments {
-            if other.range.start < range.end && range.start < other.range.end {
+            if overlap(&other.range, &range) {
                 other.is_loaded = false;
+            }
+        }
+        if let Some(queue) = &mut self.carrier.queue {
+            for (other, computed) in in_flight {
+                if overlap(&self.segments[*other].range, &range) {
+                    queue.wait_for(computed)?;
+                }
             }
         }
         let Some(wanted) = self.segments.get_mut(segment) else {
             return Ok(0);
         };
-        let bytes = bring(&wanted.loads, &mut self.lanes, self.device, cancel)?;
-        wanted.is_loaded = true;
-        Ok(bytes)
+        let brought = self.carrier.bring(&wanted.loads, cancel, &mut |_, _| {});
+        let queue = &mut self.carrier.queue;
+        let outcome = match (brought, queue.as_mut().zip(wanted.ready.as_ref())) {
+            (Ok(bytes), Some((queue, ready))) => Ok(queue.mark(ready).map(|()| bytes)?),
+            (brought, _) => brought,
+        };
+        // What a failure left in the queue does no harm: it is done before anything that is queued later.
+        wanted.is_loaded = outcome.is_ok();
+        outcome
+    }
+
+    /// Waits until everything that was brought is there.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        match &mut self.carrier.queue {
+            Some(queue) => Ok(queue.synchronize()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Forgets what was brought: somebody may have written there.
+    pub(crate) fn forget(&mut self) -> Result<()> {
+        self.settle()?;
+        for segment in &mut self.segments {
+            segment.is_loaded = segment.loads.is_empty();
+        }
+        Ok(())
     }
 
     /// The last segment before `segment` whose weights lie where its own will be.
@@ -245,8 +345,13 @@ impl Stream {
         let range = &self.segments.get(segment)?.range;
         self.segments[..segment]
             .iter()
-            .rposition(|other| other.range.start < range.end && range.start < other.range.end)
+            .rposition(|other| overlap(&other.range, range))
     }
+}
+
+/// Whether both have a byte in common.
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start.max(other.start) < one.end.min(other.end)
 }
 
 fn keys_of(segments: &[Vec<Param>]) -> Vec<Vec<usize>> {
@@ -256,20 +361,130 @@ fn keys_of(segments: &[Vec<Param>]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Brings parameters to their places, and says how many bytes that were.
-fn bring(loads: &[Load], lanes: &mut Lanes, device: Device, cancel: &Cancel) -> Result<u64> {
-    let jobs: Vec<Job<'_>> = loads.iter().filter_map(Load::job).collect();
-    let mut moved = 0;
-    if !jobs.is_empty() {
-        lanes.bring(&jobs, device, cancel, &mut |bytes, _| moved += bytes)?;
-    }
-    for load in loads {
-        if let Home::Host(from) = &load.home {
-            cancel.check()?;
-            load.target.copy_from(from, &load.param)?;
-            moved += load.param.bytes() as u64;
+/// What carries weights to the device.
+#[derive(Debug)]
+struct Carrier {
+    // Field order is drop order: what the queue copies from and to goes after it has waited.
+    queue: Option<CopyQueue>,
+    staging: Lanes,
+    device: Device,
+}
+
+impl Carrier {
+    /// A way for what stays and what passes, by a queue of its own where the device has one; and then events for what is
+    /// computed, while `passing` get theirs.
+    fn new(
+        resident: &[Load],
+        passing: &mut [Passing],
+        staging: Staging,
+        backend: &Backend,
+    ) -> Result<(Carrier, Vec<Event>)> {
+        let device = backend.device();
+        let all = passing.iter().flat_map(|segment| &segment.loads);
+        let beside = match Buffer::is_host(device) || all.clone().next().is_none() {
+            true => None,
+            false => CopyQueue::new(device),
+        };
+        if let Some(queue) = beside {
+            let mut staging = staging;
+            for load in all.chain(resident).filter(|load| load.is_in_memory()) {
+                let bytes = load.param.bytes();
+                staging.add_pieces(bytes.div_ceil(MEMORY_PIECE) as u64, bytes.min(MEMORY_PIECE));
+            }
+            let streamed = passing.iter_mut().filter(|segment| !segment.is_loaded);
+            let mut has_all = true;
+            for segment in streamed {
+                segment.ready = Event::new(device);
+                has_all &= segment.ready.is_some();
+            }
+            let marks: Vec<Event> = (0..IN_FLIGHT).filter_map(|_| Event::new(device)).collect();
+            if has_all
+                && marks.len() == IN_FLIGHT
+                && let Some(staging) = Lanes::to_queue(staging, device, backend.ledger())?
+            {
+                let queue = Some(queue);
+                let carrier = Carrier {
+                    queue,
+                    staging,
+                    device,
+                };
+                return Ok((carrier, marks));
+            }
+            tracing::warn!("{device} gave no events; weights are brought between computing");
+            for segment in passing {
+                segment.ready = None;
+            }
         }
+        let carrier = Carrier {
+            queue: None,
+            staging: Lanes::new(staging, backend.ledger())?,
+            device,
+        };
+        Ok((carrier, Vec::new()))
     }
-    device.check_connection()?;
-    Ok(moved)
+
+    /// Brings parameters to their places, or has them brought by the queue, and says how many bytes that were. `brought`
+    /// hears of parts of them, and whether they are the last of their parameter.
+    fn bring(
+        &mut self,
+        loads: &[Load],
+        cancel: &Cancel,
+        brought: &mut dyn FnMut(u64, bool),
+    ) -> Result<u64> {
+        let has_queue = self.queue.is_some();
+        let mut moved = 0;
+        let jobs: Vec<Job<'_>> = loads.iter().filter_map(|l| l.job(has_queue)).collect();
+        if !jobs.is_empty() {
+            let road = Road::new(self.queue.as_mut());
+            self.staging
+                .bring(&jobs, &road, self.device, cancel, &mut |bytes, is_last| {
+                    moved += bytes;
+                    brought(bytes, is_last);
+                })?;
+        }
+        for load in loads {
+            if let Home::Host(from) = &load.home
+                && (load.is_pinned() || !has_queue)
+            {
+                cancel.check()?;
+                load.target
+                    .copy_from(from, &load.param, self.queue.as_mut())?;
+                moved += load.param.bytes() as u64;
+                brought(load.param.bytes() as u64, true);
+            }
+            load.target.clear_padding(&load.param, self.queue.as_mut());
+        }
+        self.device.check_connection()?;
+        Ok(moved)
+    }
+
+    /// Brings what stays, and waits until it is there.
+    fn settle(
+        &mut self,
+        loads: &[Load],
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<()> {
+        /// Parameters that are brought before somebody may cancel.
+        const TURN: usize = 16;
+        let (mut done, mut bytes) = (0, 0);
+        for turn in loads.chunks(TURN) {
+            let brought = self.bring(turn, cancel, &mut |part, is_last| {
+                bytes += part;
+                if is_last {
+                    done += 1;
+                    progress.report(&Progress::Loading {
+                        done,
+                        total: loads.len(),
+                        bytes,
+                    });
+                }
+            });
+            if let Some(queue) = &mut self.queue {
+                queue.synchronize()?;
+            }
+            brought?;
+        }
+        Ok(())
+    }
 }

@@ -110,20 +110,7 @@ impl Weights {
     ) -> Result<LoadReport> {
         match self.residence {
             Residence::Device => self.load_from_files(backend, cancel, progress),
-            Residence::Host => {
-                let options = BackendOptions::default()
-                    .threads(1)
-                    .ledger(backend.ledger());
-                let host = Backend::new(Device::cpu()?, &options)?;
-                let plan =
-                    LoadPlan::new(&self.checkpoint, &self.params, host.device(), self.mapping)?;
-                let (places, report) = plan.fetch(&host, cancel, progress)?;
-                for (param, place) in self.params.iter().zip(&places) {
-                    param.set_home(Some(Home::Host(place.clone())));
-                }
-                self.on_host = places;
-                Ok(report)
-            }
+            Residence::Host => self.load_to_host(backend, cancel, progress),
             Residence::Disk => {
                 for param in &self.params {
                     param.set_home(Some(Home::File(self.checkpoint.clone())));
@@ -131,6 +118,42 @@ impl Weights {
                 Ok(LoadReport::default())
             }
         }
+    }
+
+    /// Loads them into memory of the host that the device of `backend` copies from: pinned if it offers that, else in place
+    /// in their files where these may be mapped.
+    fn load_to_host(
+        &mut self,
+        backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<LoadReport> {
+        let options = BackendOptions::default()
+            .threads(1)
+            .ledger(backend.ledger());
+        let host = Backend::new(Device::cpu()?, &options)?;
+        let device = Some(backend.device())
+            .filter(|device| device.has_pinned_memory() && self.mapping != Mapping::Always);
+        let mut fetch = |mapping: Mapping, for_device: Option<Device>| {
+            LoadPlan::new(&self.checkpoint, &self.params, host.device(), mapping)?
+                .fetch(&host, for_device, cancel, progress)
+        };
+        let (places, report) = match device {
+            None => fetch(self.mapping, None)?,
+            Some(_) => match fetch(Mapping::Never, device) {
+                // Pages of files can be given up; pinned memory cannot.
+                Err(error) if error.is_out_of_memory() && self.mapping == Mapping::Auto => {
+                    tracing::warn!("{error}; weights stay in their files");
+                    fetch(self.mapping, None)?
+                }
+                outcome => outcome?,
+            },
+        };
+        for (param, place) in self.params.iter().zip(&places) {
+            param.set_home(Some(Home::Host(place.clone())));
+        }
+        self.on_host = places;
+        Ok(report)
     }
 
     /// Makes sure that they are in the memory of the device of `backend`, for a run; those that are
@@ -202,8 +225,11 @@ impl Weights {
         let mut bytes = 0;
         for (done, param) in self.params.iter().enumerate() {
             cancel.check()?;
-            Target::new(&arena, param, &places[done], backend)?
-                .copy_from(&self.on_host[done], param)?;
+            Target::new(&arena, param, &places[done], backend)?.copy_from(
+                &self.on_host[done],
+                param,
+                None,
+            )?;
             bytes += param.bytes() as u64;
             progress.report(&Progress::Loading {
                 done: done + 1,

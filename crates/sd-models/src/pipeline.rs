@@ -534,7 +534,7 @@ impl Denoising<'_> {
             self.cancel.check().map_err(sd_graph::Error::from)?;
             let timestep = schedule.timestep(step) / 1000.0;
             let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
-            let mut velocities = self.velocities(&conditions, &latents, timestep)?;
+            let mut velocities = self.velocities(&conditions, &latents, timestep, progress)?;
             if let (Some(negative), Some(velocity)) = (
                 negative.and_then(|_| velocities.pop()),
                 velocities.first_mut(),
@@ -560,6 +560,7 @@ impl Denoising<'_> {
         conditions: &[&Condition],
         latents: &[f32],
         timestep: f32,
+        progress: &mut dyn Reporter,
     ) -> Result<Vec<Vec<f32>>> {
         let (velocities, report) = with_relief(self, |run| {
             let step = Step {
@@ -567,8 +568,9 @@ impl Denoising<'_> {
                 timestep,
                 prefix: run.prefix,
             };
+            let cancel = run.cancel;
             run.model
-                .velocities(run.backend, conditions, latents, step, run.cancel)
+                .velocities(run.backend, conditions, latents, step, cancel, progress)
         })?;
         if report.is_incomplete {
             self.prefix = None;

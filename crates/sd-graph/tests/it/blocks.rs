@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, TensorView};
-use sd_backend::fake::{FakeDevice, FakeOptions};
+use sd_backend::fake::{FakeDevice, FakeOptions, Pinned, Queues};
 use sd_backend::{
     Backend, BackendOptions, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Residence,
 };
@@ -153,16 +153,55 @@ pub(crate) fn expected(checkpoint: &Checkpoint, seed: usize) -> Vec<f32> {
     run(&mut plan, &mut backend, seed).unwrap()
 }
 
-/// The processor and a device that is not host memory: weights are brought beside computing, and between.
+/// The processor and devices that are not host memory: weights are brought beside computing, between, and by queues of
+/// their own that work late or early, from memory that is pinned or only was to be.
 pub(crate) fn devices() -> Vec<Device> {
-    vec![
-        Device::cpu().unwrap(),
-        FakeDevice::new(FakeOptions::default()).device(),
-        FakeDevice::new(FakeOptions {
+    let fakes = [
+        FakeOptions::default(),
+        FakeOptions {
             largest_buffer: 40 << 10,
             padding: 256,
             ..FakeOptions::default()
-        })
-        .device(),
+        },
+    ];
+    let plain = fakes.map(|options| FakeDevice::new(options).device());
+    let queued = queued().map(|fake| fake.device());
+    [Device::cpu().unwrap()]
+        .into_iter()
+        .chain(plain)
+        .chain(queued)
+        .collect()
+}
+
+/// Devices with queues.
+pub(crate) fn queued() -> [FakeDevice; 3] {
+    [
+        FakeOptions {
+            queues: Queues::Late,
+            pinned: Pinned::FallBack,
+            largest_buffer: 40 << 10,
+            padding: 256,
+            ..FakeOptions::default()
+        },
+        FakeOptions {
+            queues: Queues::EarlyCopies,
+            pinned: Pinned::Work,
+            padding: 256,
+            ..FakeOptions::default()
+        },
+        FakeOptions {
+            queues: Queues::EarlyGraphs,
+            pinned: Pinned::Work,
+            padding: 256,
+            ..FakeOptions::default()
+        },
     ]
+    .map(FakeDevice::new)
+}
+
+/// Nothing was given up, read or written while something that was queued needed it.
+pub(crate) fn assert_unharmed(device: Device) {
+    if let Some(fake) = FakeDevice::of(device) {
+        assert_eq!(fake.counts().misuses, 0, "{device}");
+    }
 }

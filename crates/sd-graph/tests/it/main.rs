@@ -19,6 +19,7 @@ mod mapping;
 mod ops;
 mod plans;
 mod quantized;
+mod queues;
 mod reference;
 #[cfg(feature = "rpc")]
 mod rpc;

@@ -5,8 +5,8 @@ use sd_backend::{Ledger, MemoryKind, Residence};
 use sd_graph::{Cancel, Error, Estimate, Graph, Plan, PlanCache, Progress, Reporter};
 
 use crate::blocks::{
-    BLOCKS, DIM, Model, TOKENS, backend, devices, expected, file, granted_on, load, passage, run,
-    set,
+    BLOCKS, DIM, Model, TOKENS, assert_unharmed, backend, devices, expected, file, granted_on,
+    load, passage, run, set,
 };
 
 #[test]
@@ -59,6 +59,7 @@ fn budgets_of_every_size_give_the_same_bytes() {
             Plan::build(&enough, graph).unwrap();
             let short = backend(device, &granted_on(device, least - 1));
             assert!(Plan::build(&short, graph).unwrap_err().is_out_of_memory());
+            assert_unharmed(device);
             let cut = BLOCKS + 2;
             assert!(kinds.contains(&(1, false)), "{device} {kinds:?}");
             let streamed = residence != Residence::Device;
@@ -158,6 +159,7 @@ fn plans_that_run_together_move_their_weights_once() {
         let ledger = granted_on(device, 2 * need + weights.bytes() / 2 + passage);
         let mut backend = backend(device, &ledger);
         let mut cache = PlanCache::new(2);
+        let mut quiet = |_: &Progress| {};
         let mut alone = Vec::new();
         for (n, tokens) in tokens.iter().enumerate() {
             let plan = cache
@@ -174,7 +176,9 @@ fn plans_that_run_together_move_their_weights_once() {
         assert!(alone[0].1 == expected);
         assert_eq!(cache.len(), 2);
         for _ in 0..2 {
-            let mut plans = cache.get_or_build_all(&tokens, &backend, graph).unwrap();
+            let mut plans = cache
+                .get_or_build_all(&tokens, &backend, &Cancel::new(), &mut quiet, graph)
+                .unwrap();
             for (n, plan) in plans.iter_mut().enumerate() {
                 set(plan, tokens[n], n);
                 let how = plan.segmentation();
@@ -191,6 +195,7 @@ fn plans_that_run_together_move_their_weights_once() {
             }
         }
         cache.clear();
+        assert_unharmed(device);
         assert_eq!(ledger.report(device).used.total(), 0);
     }
 }
@@ -341,6 +346,7 @@ fn a_run_that_is_cancelled_anywhere_can_be_run_again() {
         }
         drop(plan);
         assert_eq!(ledger.report(device).used.total(), 0);
+        assert_unharmed(device);
     }
 }
 

@@ -257,9 +257,12 @@ impl QwenImage21 {
         let tokenized = self.prompts.tokenize(prompt)?;
         let tokens = tokenized.ids.len();
         let module = &self.text_encoder.module;
-        let plan = self.text_plans.get_or_build(tokens, backend, |g| {
-            text_graph(g, module, tokens);
-        })?;
+        let quiet = &mut |_: &Progress| {};
+        let plan = self
+            .text_plans
+            .get_or_build_with(tokens, backend, cancel, quiet, |g| {
+                text_graph(g, module, tokens);
+            })?;
         plan.set("token_ids", &tokenized.ids)?;
         plan.run(backend, cancel)?;
         let mut hidden = plan.read::<f32>("hidden")?;
@@ -292,18 +295,24 @@ impl QwenImage21 {
             timestep,
             prefix: None,
         };
-        let (mut velocities, _) = self.velocities(backend, &[condition], latents, step, cancel)?;
+        let quiet = &mut |_: &Progress| {};
+        let (mut velocities, _) =
+            self.velocities(backend, &[condition], latents, step, cancel, quiet)?;
         Ok(velocities.pop().unwrap_or_default())
     }
 
     /// As [`QwenImage21::velocity`] for each of `conditions`, and what it took. Weights that come and go do so once for all
-    /// conditions.
+    /// conditions; `progress` hears of those that are loaded to stay.
     ///
     /// Where `step` says so, the first call for a condition keeps the keys and values of its tokens with it, and later ones
     /// compute the picture's alone, until [`QwenImage21::release_prefix`].
     ///
     /// # Errors
     /// The engine's.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "what a step is of, and what belongs to a run"
+    )]
     pub fn velocities(
         &mut self,
         backend: &mut Backend,
@@ -311,6 +320,7 @@ impl QwenImage21 {
         latents: &[f32],
         step: Step,
         cancel: &Cancel,
+        progress: &mut dyn Reporter,
     ) -> Result<(Vec<Vec<f32>>, StepReport)> {
         let is_streamed = self.transformer.weights.is_streamed();
         let mut calls: Vec<(Call, RunnerCache)> = conditions
@@ -349,12 +359,12 @@ impl QwenImage21 {
         if is_streamed {
             let keys: Vec<Call> = calls.iter().map(|(call, _)| call.clone()).collect();
             let plans = &mut self.transformer_plans;
-            plans.get_or_build_all(&keys, backend, graph)?;
+            plans.get_or_build_all(&keys, backend, cancel, progress, graph)?;
             if !is_storing {
                 // Only now: what they share with plans that read is loaded.
                 plans.retain(|call| !stores(call));
             }
-            let mut plans = plans.get_or_build_all(&keys, backend, graph)?;
+            let mut plans = plans.get_or_build_all(&keys, backend, cancel, progress, graph)?;
             for ((plan, condition), (call, cache)) in plans.iter_mut().zip(conditions).zip(&calls) {
                 set_inputs(plan, call, condition, latents, step.timestep, cache)?;
             }
@@ -369,9 +379,13 @@ impl QwenImage21 {
                     // They have done what they are for, and what they compute in is needed now.
                     self.transformer_plans.retain(|call| !stores(call));
                 }
-                let plan = self
-                    .transformer_plans
-                    .get_or_build(call.clone(), backend, |g| graph(call, g))?;
+                let plan = self.transformer_plans.get_or_build_with(
+                    call.clone(),
+                    backend,
+                    cancel,
+                    progress,
+                    |g| graph(call, g),
+                )?;
                 set_inputs(plan, call, condition, latents, step.timestep, cache)?;
                 plan.run(backend, cancel)?;
                 velocities.push(plan.read("velocity")?);
@@ -483,9 +497,12 @@ impl QwenImage21 {
         let z = self.denormalized(latents, canvas.tokens());
         let (module, piece) = (&self.vae.module, canvas.piece());
         let channels = self.vae_config.z_dim;
-        let plan = self.vae_plans.get_or_build(piece, backend, |g| {
-            decoder_graph(g, module, channels, piece);
-        })?;
+        let quiet = &mut |_: &Progress| {};
+        let plan = self
+            .vae_plans
+            .get_or_build_with(piece, backend, cancel, quiet, |g| {
+                decoder_graph(g, module, channels, piece);
+            })?;
         let mut run = |z: &[f32]| -> Result<Vec<f32>> {
             plan.set("z", z)?;
             plan.run(backend, cancel)?;

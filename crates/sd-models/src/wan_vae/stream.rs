@@ -1,7 +1,7 @@
 //! Clips of any length in constant memory: one chunk after the other.
 
 use sd_backend::Backend;
-use sd_graph::{Cancel, Estimate, Graph, PlanCache};
+use sd_graph::{Cancel, Estimate, Graph, PlanCache, Progress};
 
 use super::chunk::{Chunk, Memory, Place};
 use super::clip::Clip;
@@ -99,9 +99,11 @@ impl Chunks {
         }
         let memory = (!is_alone).then_some(&self.memory);
         let place = self.next;
-        let plan = self
-            .plans
-            .get_or_build(place, backend, |g| record(place, memory, g))?;
+        let plan =
+            self.plans
+                .get_or_build_with(place, backend, cancel, &mut |_: &Progress| {}, |g| {
+                    record(place, memory, g);
+                })?;
         plan.set("chunk", values)?;
         self.is_interrupted = true;
         plan.run(backend, cancel)?;

@@ -61,7 +61,14 @@ fn call(
     };
     let latents = noise(canvas, index);
     let (velocities, report) = model
-        .velocities(backend, conditions, &latents, step, &Cancel::new())
+        .velocities(
+            backend,
+            conditions,
+            &latents,
+            step,
+            &Cancel::new(),
+            &mut |_: &sd_graph::Progress| {},
+        )
         .unwrap();
     assert!(!report.is_incomplete);
     (velocities, (report.stored, report.read))

@@ -83,8 +83,14 @@ fn recorded_runs_are_repeated_step_by_step() {
                 prefix,
             };
             let mut call = |condition| {
-                let called =
-                    model.velocities(&mut backend, &[condition], &latents, step_of, &cancel);
+                let called = model.velocities(
+                    &mut backend,
+                    &[condition],
+                    &latents,
+                    step_of,
+                    &cancel,
+                    &mut |_: &sd_graph::Progress| {},
+                );
                 let (mut velocities, report) = called.unwrap();
                 let counts = match (prefix, index) {
                     (None, _) => (0, 0),
