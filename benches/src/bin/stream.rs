@@ -1,13 +1,15 @@
 //! What streaming weights costs: one call of the published Qwen-Image 2.1 transformer (32 blocks, 13.3 GiB in BF16, random
-//! weights) with all weights on the device, and with budgets for half, a quarter and a tenth of them.
+//! weights) with all weights on the device, and with budgets for half, a quarter and a tenth of them, the others coming from
+//! the host's memory, pinned where the device offers that, and from the disk.
 //!
 //! ```sh
 //! cargo run --release -p sd-benches --bin stream -- --device CUDA0 --backends DIR
 //! ```
 //!
-//! Each line is a budget for the device: seconds for one call (median of `--runs` after one to warm up), its ratio to the
-//! first line, seconds in which the device waited for weights, bytes of weights that were moved, and the most that the
-//! ledger held. `--blocks` makes a smaller model for machines with less memory.
+//! Each line is a budget for the device: where the other weights come from, seconds for one call (median of `--runs` after
+//! one to warm up), its ratio to the first line, seconds in which the device waited for weights, bytes of weights that were
+//! moved in a call and GiB of them a second, the most that the ledger held, and seconds for loading and planning.
+//! `--blocks` makes a smaller model for machines with less memory.
 #![allow(clippy::print_stdout)]
 
 use std::fs::File;
@@ -49,22 +51,18 @@ struct Arguments {
     /// Calls that are measured.
     #[arg(long, default_value_t = 5)]
     runs: usize,
-    /// Stream from the disk instead of from the host's memory.
-    #[arg(long)]
-    from_disk: bool,
-    /// Parts of the weights that the budgets have room for.
-    #[arg(long, value_delimiter = ',', default_values_t = [100, 50, 25, 10])]
+    /// Where the weights come from that the budget has no room for: `host`, `disk`.
+    #[arg(long, value_delimiter = ',', value_parser = residence, default_value = "host,disk")]
+    from: Vec<Residence>,
+    /// Parts of the weights that the budgets have room for, beside all.
+    #[arg(long, value_delimiter = ',', default_values_t = [50, 25, 10])]
     percent: Vec<u64>,
 }
 
-impl Arguments {
-    /// Where weights that stream live.
-    fn residence(&self) -> Residence {
-        match self.from_disk {
-            true => Residence::Disk,
-            false => Residence::Host,
-        }
-    }
+fn residence(text: &str) -> Result<Residence, String> {
+    let mut all = [Residence::Host, Residence::Disk].into_iter();
+    all.find(|residence| residence.to_string() == text)
+        .ok_or_else(|| "weights come from `host` or `disk`".to_owned())
 }
 
 fn main() -> Result<()> {
@@ -80,37 +78,54 @@ fn main() -> Result<()> {
     }))?;
     write(&arguments.file, &config, arguments.blocks)?;
     let checkpoint = Checkpoint::open(&arguments.file)?;
+    let pinned = match device.has_pinned_memory() {
+        true => "pinned",
+        false => "ordinary",
+    };
     println!(
-        "{} blocks, {} in BF16, {}x{}, {} tokens of text, weights from {}, {device} ({})",
+        "{} blocks, {} in BF16, {}x{}, {} tokens of text, {pinned} host memory, {device} ({})",
         arguments.blocks,
         Bytes(checkpoint.bytes()),
         arguments.size,
         arguments.size,
         arguments.text,
-        arguments.residence(),
         device.description()
     );
     println!(
-        "{:>16} {:>9} {:>7} {:>9} {:>12} {:>12} {:>9}",
-        "budget", "call s", "ratio", "waiting s", "moved", "held", "segments"
+        "{:>6} {:>5} {:>10} {:>9} {:>7} {:>9} {:>12} {:>7} {:>12} {:>9} {:>9}",
+        "from",
+        "fits",
+        "budget",
+        "call s",
+        "ratio",
+        "waiting s",
+        "moved",
+        "GiB/s",
+        "held",
+        "segments",
+        "loading s"
     );
-    let mut resident = None;
-    for &percent in &arguments.percent {
-        let line = measure(&arguments, &config, &checkpoint, device, percent, resident)?;
-        resident = resident.or(Some(line));
+    let case = |residence, percent, resident| {
+        let case = (residence, percent, resident);
+        measure(&arguments, &config, &checkpoint, device, case)
+    };
+    let resident = case(Residence::Device, 100, None)?;
+    for &residence in &arguments.from {
+        for &percent in &arguments.percent {
+            case(residence, percent, Some(resident))?;
+        }
     }
     std::fs::remove_file(&arguments.file)?;
     Ok(())
 }
 
-/// Prints the line of one budget and returns the seconds of one call.
+/// Prints the line of one budget, for weights that live there, and returns the seconds of one call.
 fn measure(
     arguments: &Arguments,
     config: &TransformerConfig,
     checkpoint: &Checkpoint,
     device: Device,
-    percent: u64,
-    resident: Option<f64>,
+    (residence, percent, resident): (Residence, u64, Option<f64>),
 ) -> Result<f64> {
     let declarations = Declarations::new(checkpoint, LoadOptions::default());
     let transformer = Transformer::new(&declarations.root(), config);
@@ -135,16 +150,12 @@ fn measure(
     let ledger = Ledger::new(budgets);
     let mut backend = Backend::new(device, &BackendOptions::default().ledger(&ledger))?;
     let cancel = Cancel::new();
-    let is_streamed = percent < 100;
-    let residence = if is_streamed {
-        arguments.residence()
-    } else {
-        Residence::Device
-    };
+    let begin = Instant::now();
     weights.live(residence, Mapping::Auto);
-    weights.stream(is_streamed);
+    weights.stream(residence != Residence::Device);
     weights.load(&backend, &cancel, &mut |_: &Progress| {})?;
     let mut plan = Plan::build(&backend, graph)?;
+    let loading = begin.elapsed().as_secs_f64();
     let latents: Vec<f32> = (0..layout.image_tokens() * config.in_channels)
         .map(|n| ((n * 37) % 257) as f32 / 128.0 - 1.0)
         .collect();
@@ -176,15 +187,18 @@ fn measure(
     let call = seconds[seconds.len() / 2];
     let report = last.context("no run")?;
     println!(
-        "{:>4}% {:>10} {:9.3} {:7.2} {:9.3} {:>12} {:>12} {:>9}",
+        "{:>6} {:>4}% {:>10} {:9.3} {:7.2} {:9.3} {:>12} {:7.1} {:>12} {:>9} {:9.1}",
+        residence.to_string(),
         percent,
         Bytes(budget).to_string(),
         call,
         call / resident.unwrap_or(call),
         report.waiting.as_secs_f64(),
         Bytes(report.weight_bytes).to_string(),
-        Bytes(report.used.total()).to_string(),
-        report.segments
+        report.weight_bytes as f64 / call / (1_u64 << 30) as f64,
+        Bytes(report.most.total()).to_string(),
+        report.segments,
+        loading
     );
     Ok(call)
 }
