@@ -109,7 +109,8 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "SIDES")]
     pub(crate) circular: Option<Sides>,
 
-    /// Decode the picture in overlapping squares of so many pixels, at least 64: less memory, more time.
+    /// Decode the picture in overlapping squares of so many pixels, at least 64: less memory, more time [default: at once,
+    /// or in the largest squares that memory allows].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) vae_tile: Option<usize>,
 

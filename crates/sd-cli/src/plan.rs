@@ -15,6 +15,8 @@ use crate::json;
 struct Report {
     width: usize,
     height: usize,
+    /// Pixels along a side of what is decoded at once, where memory does not suffice for all.
+    vae_tile: Option<usize>,
     parts: Vec<Part>,
     devices: Vec<Need>,
     fits: bool,
@@ -73,6 +75,7 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let report = Report {
         width: plan.width,
         height: plan.height,
+        vae_tile: plan.vae_tile,
         fits: plan.fits(),
         prefix_cache: plan.prefix_cache.map(|prefix| PrefixCache {
             dtype: prefix.dtype.name(),
@@ -151,6 +154,12 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
             "keys and values of the prompt, kept between steps: {} in {} for each condition, {fits}",
             size(prefix.bytes),
             prefix.dtype
+        )?;
+    }
+    if let Some(tile) = report.vae_tile {
+        writeln!(
+            out,
+            "decodes in squares of {tile} pixels: all at once does not fit"
         )?;
     }
     for need in &report.devices {

@@ -97,7 +97,7 @@ impl PipelineBuilder {
         let model = QwenImage21::open(&self.folder, &self.load)?;
         let (width, height) = rounded(size.unwrap_or((defaults.width, defaults.height)))?;
         let scale = model.scale_factor();
-        let seating = Seating::find(
+        let (seating, canvas) = Seating::find_largest(
             &model,
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
@@ -112,6 +112,7 @@ impl PipelineBuilder {
         Ok(MemoryPlan {
             width,
             height,
+            vae_tile: canvas.tile.map(|tile| tile * scale),
             seats: seating.seats,
             devices: seating.devices,
             fallbacks: model.fallbacks().cloned().collect(),
@@ -150,7 +151,7 @@ impl PipelineBuilder {
         let mut model = QwenImage21::open(&self.folder, &self.load)?;
         let scale = model.scale_factor();
         let size = (defaults.height / scale, defaults.width / scale);
-        let seating = Seating::find(
+        let (seating, _) = Seating::find_largest(
             &model,
             &self.wishes,
             &mut backends,

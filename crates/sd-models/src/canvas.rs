@@ -1,7 +1,7 @@
 //! What a picture is made on.
 
 use crate::rope::Circular;
-use crate::tiling::Tiles;
+use crate::tiling::{self, Tiles};
 
 /// A picture's latents, which of its sides join, and how much of it is decoded at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -24,6 +24,17 @@ pub(crate) struct Piece {
     pub(crate) width: usize,
     /// Sides that join within the piece.
     pub(crate) circular: Circular,
+}
+
+impl Piece {
+    /// The same, `scale` times as large.
+    pub(crate) fn scaled(self, scale: usize) -> Piece {
+        Piece {
+            height: self.height * scale,
+            width: self.width * scale,
+            ..self
+        }
+    }
 }
 
 impl From<(usize, usize)> for Canvas {
@@ -49,6 +60,23 @@ impl Canvas {
     pub fn tile(mut self, tile: Option<usize>) -> Canvas {
         self.tile = tile;
         self
+    }
+
+    /// Smaller and smaller squares that it may be decoded in where all at once is too much; none if it has a tile already.
+    pub(crate) fn smaller(self) -> impl Iterator<Item = Canvas> {
+        let is_open = self.tile.is_none();
+        let squares = tiling::squares(self.longest()).filter(move |_| is_open);
+        squares.map(move |tile| self.tile(Some(tile)))
+    }
+
+    /// In squares half as large; none if those would be too small.
+    pub(crate) fn halved(self) -> Option<Canvas> {
+        let tile = tiling::halved(self.tile, self.longest())?;
+        Some(self.tile(Some(tile)))
+    }
+
+    fn longest(&self) -> usize {
+        self.height.max(self.width)
     }
 
     /// Latents.

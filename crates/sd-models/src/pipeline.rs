@@ -111,7 +111,7 @@ impl Pipeline {
         };
         // A picture that cannot be decoded is refused before minutes go into its latents.
         let saves = schedule.steps() > 1 || request.keeps_prefix;
-        self.make_room(request, negative.as_ref(), canvas, saves, progress)?;
+        let mut canvas = self.make_room(request, negative.as_ref(), canvas, saves, progress)?;
         let kept = self.seating.prefix.filter(|prefix| prefix.fits);
         let release = (!request.keeps_prefix).then(|| Release {
             model: self.model.identity(),
@@ -155,16 +155,26 @@ impl Pipeline {
         let denoise = started.elapsed();
 
         let started = Instant::now();
-        let planes = self.with_retry(Component::Vae, |pipeline| {
-            pipeline.with_part(
-                Component::Vae,
-                progress,
-                |model, backend, cancel, progress| {
-                    progress.report(&Progress::Stage("decode"));
-                    model.decode(backend, &latents, canvas, cancel)
-                },
-            )
-        })?;
+        let planes = loop {
+            let outcome = self.with_retry(Component::Vae, |pipeline| {
+                pipeline.with_part(
+                    Component::Vae,
+                    progress,
+                    |model, backend, cancel, progress| {
+                        progress.report(&Progress::Stage("decode"));
+                        model.decode(backend, &latents, canvas, cancel)
+                    },
+                )
+            });
+            let smaller = canvas.halved().filter(|_| plan.vae_tile.is_none());
+            match (outcome, smaller) {
+                (Err(error), Some(smaller)) if error.is_out_of_memory() => {
+                    tracing::warn!("{error}; decoding in smaller squares");
+                    canvas = smaller;
+                }
+                (outcome, _) => break outcome?,
+            }
+        };
         let mut image =
             Image::from_planes(&planes, plan.width, plan.height).ok_or(Error::Size {
                 width: plan.width,
@@ -181,6 +191,7 @@ impl Pipeline {
             prefix_bytes: took.prefix_bytes,
             prefix_stores: took.stores,
             prefix_reads: took.reads,
+            vae_tile: canvas.tile.map(|tile| tile * scale),
             ..plan
         };
         describe(&mut image, request, &report);
@@ -236,7 +247,8 @@ impl Pipeline {
     /// Sees to it that every part can run for this picture: if what stays on a device leaves too little, parts whose
     /// place nobody chose come and go from now on.
     ///
-    /// Refuses a picture that would not fit even so, and says what would do.
+    /// A picture that cannot be decoded at once is decoded in the largest squares that fit, unless the request has its own.
+    /// Refuses one that would not fit even so, and says what would do.
     fn make_room(
         &mut self,
         request: &Request<'_>,
@@ -244,7 +256,7 @@ impl Pipeline {
         canvas: Canvas,
         reads_prefix: bool,
         progress: &mut dyn Reporter,
-    ) -> Result<()> {
+    ) -> Result<Canvas> {
         let tokens = request
             .condition
             .tokens()
@@ -271,14 +283,17 @@ impl Pipeline {
             canvas,
             reads_prefix,
         };
-        let mut seating =
-            Seating::find(&self.model, &self.wishes, &mut self.backends, scene, held)?;
+        let (model, wishes) = (&self.model, &self.wishes);
+        let (mut seating, mut canvas) =
+            Seating::find_largest(model, wishes, &mut self.backends, scene, held)?;
         let is_easy = seating.devices.iter().all(DeviceNeed::fits)
             && seating.prefix.is_none_or(|prefix| prefix.fits)
             && seating.is_like(&self.seating);
         // What is kept of other prompts goes before anything is moved.
         if !is_easy && self.model.drop_other_prefixes(&own) {
-            seating = Seating::find(&self.model, &self.wishes, &mut self.backends, scene, held)?;
+            let (model, wishes) = (&self.model, &self.wishes);
+            (seating, canvas) =
+                Seating::find_largest(model, wishes, &mut self.backends, scene, held)?;
         }
         seating.check(self.backends.ledger())?;
         let stays = |seats: &[Seat]| -> Vec<bool> {
@@ -314,7 +329,7 @@ impl Pipeline {
             self.seating.devices = seating.devices;
             self.seating.prefix = seating.prefix;
         }
-        Ok(())
+        Ok(canvas)
     }
 
     /// Bytes of `device` that this pipeline holds and could give back.

@@ -72,7 +72,8 @@ pub struct GenerateReport {
     pub seed: u64,
     /// Sides that join.
     pub circular: Circular,
-    /// Pixels along a side of what was decoded at once, after rounding down to the model's multiple; none if all was.
+    /// Pixels along a side of what was decoded at once, as asked for (rounded down to the model's multiple) or as memory
+    /// allowed; none if all was.
     pub vae_tile: Option<usize>,
     /// Time for the transformer's calls, the building of their plans included.
     pub denoise: Duration,
@@ -142,7 +143,7 @@ impl<'c> Request<'c> {
 
     /// Decodes the picture in overlapping squares of so many pixels, rounded down to the model's multiple, at least 64.
     /// Takes less memory and more time, and changes the picture a little. A square as large as the picture is the whole
-    /// picture.
+    /// picture. Without it, squares are chosen where memory does not suffice for the whole, and only there.
     pub fn vae_tile(mut self, pixels: usize) -> Self {
         self.vae_tile = Some(pixels);
         self

@@ -17,6 +17,8 @@ pub struct MemoryPlan {
     pub width: usize,
     /// Height in pixels.
     pub height: usize,
+    /// Pixels along a side of what is decoded at once, where memory does not suffice for all.
+    pub vae_tile: Option<usize>,
     /// Where each part goes, and why, in the order in which they run.
     pub seats: Vec<Seat>,
     /// What each device has to hold; the one that runs the steps is first.
@@ -211,7 +213,7 @@ impl Seating {
         }
         // Mapped files count as a whole, used or not: where that is too much, copying what is used may fit.
         let read = find(Mapping::Never)?;
-        if found.devices.iter().all(DeviceNeed::fits) {
+        if found.fits() {
             Ok(found.with_smallest_of(&read))
         } else {
             Ok(read.with_smallest_of(&found))
@@ -223,6 +225,42 @@ impl Seating {
         let place = |seat: &Seat| (seat.device, seat.residence, seat.is_streamed);
         let mut seats = self.seats.iter().zip(&other.seats);
         self.mapping == other.mapping && seats.all(|(one, other)| place(one) == place(other))
+    }
+
+    /// As [`Seating::find`]; where its canvas does not fit, for the largest squares of it that do, or else for the smallest. The
+    /// smallest budgets are those for the smallest squares.
+    pub(crate) fn find_largest(
+        model: &QwenImage21,
+        wishes: &Wishes,
+        backends: &mut Backends,
+        scene: Scene,
+        held: impl Fn(Device) -> u64,
+    ) -> Result<(Seating, Canvas)> {
+        let mut find = |canvas| {
+            let scene = Scene { canvas, ..scene };
+            Seating::find(model, wishes, backends, scene, &held)
+        };
+        let canvas = scene.canvas;
+        let mut found = (find(canvas)?, canvas);
+        for smaller in canvas.smaller() {
+            if found.0.fits() {
+                break;
+            }
+            found = (find(smaller)?, smaller);
+        }
+        let (seating, found) = found;
+        match canvas.smaller().last() {
+            Some(smallest) if smallest != found => {
+                let smallest = find(smallest)?;
+                Ok((seating.with_smallest_of(&smallest), found))
+            }
+            _ => Ok((seating, found)),
+        }
+    }
+
+    /// Whether it fits now.
+    fn fits(&self) -> bool {
+        self.devices.iter().all(DeviceNeed::fits)
     }
 
     fn with_smallest_of(mut self, other: &Seating) -> Seating {

@@ -3,6 +3,27 @@
 /// Share of a tile that it has in common with its neighbour, at least: a quarter.
 const OVERLAP: usize = 4;
 
+/// Latents along a side of the smallest squares that are chosen. A caller may ask for smaller ones.
+pub(crate) const SMALLEST: usize = 8;
+
+/// Squares in which a picture may be worked on whose longer side has `longest` latents, the largest first: those of which
+/// two lie along that side, three, four, six and so on.
+pub(crate) fn squares(longest: usize) -> impl Iterator<Item = usize> {
+    let counts = (0..usize::BITS).flat_map(|power| [2_usize << power, 3 << power]);
+    // So long that `count` of them, of which neighbours have a quarter in common, cover the side.
+    counts
+        .map(move |count| (OVERLAP * longest).div_ceil((OVERLAP - 1) * count + 1))
+        .take_while(|&tile| tile > SMALLEST)
+        .chain([SMALLEST])
+        .filter(move |&tile| tile < longest)
+}
+
+/// Squares half as large as `tile`, or as all of a picture; none if those would be too small.
+pub(crate) fn halved(tile: Option<usize>, longest: usize) -> Option<usize> {
+    let tile = tile.unwrap_or(longest);
+    (tile > SMALLEST).then(|| tile.div_ceil(2).max(SMALLEST))
+}
+
 /// Tiles of equal length along one side of a picture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tiles {
@@ -182,6 +203,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn squares_become_smaller_down_to_the_smallest() {
+        let of = |longest| squares(longest).collect::<Vec<_>>();
+        assert!(of(SMALLEST).is_empty());
+        assert_eq!(of(9), [8]);
+        assert_eq!(of(64), [37, 26, 20, 14, 11, 8]);
+        for longest in 9..600 {
+            let squares = of(longest);
+            assert!(squares.is_sorted_by(|a, b| a > b), "{squares:?}");
+            for (tile, count) in squares.iter().zip([2, 3, 4, 6, 8, 12, 16, 24]) {
+                let tiles = Tiles::new(longest, Some(*tile), false).starts.len();
+                assert!(
+                    tiles <= count || *tile == SMALLEST,
+                    "{longest} {tile}: {tiles}"
+                );
+            }
+        }
+        assert_eq!(halved(None, 64), Some(32));
+        assert_eq!(halved(Some(15), 64), Some(8));
+        assert_eq!(halved(Some(8), 64), None);
+        assert_eq!(halved(None, 8), None);
     }
 
     #[test]
