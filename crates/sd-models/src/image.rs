@@ -1,7 +1,7 @@
 //! Pictures: from a decoder's numbers to a file.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use std::io::{BufRead, BufReader, BufWriter, Seek};
 use std::path::Path;
 
 use image::RgbaImage;
@@ -46,6 +46,11 @@ impl Image {
         })
     }
 
+    /// A picture of pixels red, green, blue and alpha, row by row; `None` if they are not `width * height` of them.
+    pub fn from_rgba(width: u32, height: u32, pixels: Vec<u8>) -> Option<Image> {
+        RgbaImage::from_raw(width, height, pixels).map(Image::from)
+    }
+
     /// Reads a PNG of any kind. Pictures without alpha are opaque; of 16 bits the upper 8 remain.
     ///
     /// # Errors
@@ -59,40 +64,13 @@ impl Image {
     }
 
     fn read(path: &Path) -> std::result::Result<Image, String> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        let file = File::open(path).map_err(|error| text(&error))?;
-        let mut decoder = png::Decoder::new(BufReader::new(file));
-        decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
-        let mut reader = decoder.read_info().map_err(|error| text(&error))?;
-        let size = reader
-            .output_buffer_size()
-            .filter(|&bytes| bytes <= LARGEST)
-            .ok_or("it is larger than any picture")?;
-        let mut bytes = vec![0; size];
-        let frame = reader
-            .next_frame(&mut bytes)
-            .map_err(|error| text(&error))?;
-        bytes.truncate(frame.buffer_size());
-        let rgba: Vec<u8> = match frame.color_type {
-            png::ColorType::Rgba => bytes,
-            png::ColorType::Rgb => (bytes.as_chunks().0.iter())
-                .flat_map(|&[r, g, b]| [r, g, b, 255])
-                .collect(),
-            png::ColorType::GrayscaleAlpha => (bytes.as_chunks().0.iter())
-                .flat_map(|&[grey, alpha]| [grey, grey, grey, alpha])
-                .collect(),
-            png::ColorType::Grayscale => bytes
-                .iter()
-                .flat_map(|&grey| [grey, grey, grey, 255])
-                .collect(),
-            other => return Err(format!("pixels of kind {other:?}")),
-        };
-        let pixels = RgbaImage::from_raw(frame.width, frame.height, rgba)
+        let file = File::open(path).map_err(|error| error.to_string())?;
+        let decoder = with_transformations(png::Decoder::new(BufReader::new(file)));
+        let mut reader = decoder.read_info().map_err(|error| error.to_string())?;
+        let (frame, pixels) = rgba(&mut reader)?;
+        let pixels = RgbaImage::from_raw(frame.width, frame.height, pixels)
             .ok_or("it has fewer pixels than it says")?;
-        Ok(Image {
-            pixels,
-            text: Vec::new(),
-        })
+        Ok(Image::from(pixels))
     }
 
     /// Planes red, green, blue and, if `channels` is 4, alpha, with values from -1 to 1: `[channels, height, width]`.
@@ -142,23 +120,9 @@ impl Image {
     }
 
     fn write(&self, path: &Path) -> std::result::Result<(), String> {
-        let folder = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        if path.is_dir() {
-            return Err("it is a folder".to_owned());
-        }
-        if !folder.is_dir() {
-            return Err(format!("there is no folder {}", folder.display()));
-        }
         let io = |error: std::io::Error| error.to_string();
         let encoding = |error: png::EncodingError| error.to_string();
-        let mut file = tempfile::Builder::new()
-            .prefix(".sd-")
-            .suffix(".png.part")
-            .tempfile_in(folder)
-            .map_err(io)?;
+        let mut file = part_file(path)?;
         {
             let mut encoder = png::Encoder::new(
                 BufWriter::new(file.as_file_mut()),
@@ -183,6 +147,73 @@ impl Image {
             .map_err(|error| error.error.to_string())?;
         Ok(())
     }
+}
+
+impl From<RgbaImage> for Image {
+    /// A picture without texts.
+    fn from(pixels: RgbaImage) -> Image {
+        Image {
+            pixels,
+            text: Vec::new(),
+        }
+    }
+}
+
+/// Has pixels of all kinds decoded to 8 bits a channel.
+pub(crate) fn with_transformations<R: BufRead + Seek>(
+    mut decoder: png::Decoder<R>,
+) -> png::Decoder<R> {
+    decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
+    decoder
+}
+
+/// The pixels of the next frame, red, green, blue and alpha. Those without alpha are opaque.
+pub(crate) fn rgba<R: BufRead + Seek>(
+    reader: &mut png::Reader<R>,
+) -> std::result::Result<(png::OutputInfo, Vec<u8>), String> {
+    let size = reader
+        .output_buffer_size()
+        .filter(|&bytes| bytes <= LARGEST)
+        .ok_or("it is larger than any picture")?;
+    let mut bytes = vec![0; size];
+    let frame = reader
+        .next_frame(&mut bytes)
+        .map_err(|error| error.to_string())?;
+    bytes.truncate(frame.buffer_size());
+    let rgba = match frame.color_type {
+        png::ColorType::Rgba => bytes,
+        png::ColorType::Rgb => (bytes.as_chunks().0.iter())
+            .flat_map(|&[r, g, b]| [r, g, b, 255])
+            .collect(),
+        png::ColorType::GrayscaleAlpha => (bytes.as_chunks().0.iter())
+            .flat_map(|&[grey, alpha]| [grey, grey, grey, alpha])
+            .collect(),
+        png::ColorType::Grayscale => bytes
+            .iter()
+            .flat_map(|&grey| [grey, grey, grey, 255])
+            .collect(),
+        other => return Err(format!("pixels of kind {other:?}")),
+    };
+    Ok((frame, rgba))
+}
+
+/// A file beside `path` to be renamed to it, so that none is seen half written.
+pub(crate) fn part_file(path: &Path) -> std::result::Result<tempfile::NamedTempFile, String> {
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    if path.is_dir() {
+        return Err("it is a folder".to_owned());
+    }
+    if !folder.is_dir() {
+        return Err(format!("there is no folder {}", folder.display()));
+    }
+    tempfile::Builder::new()
+        .prefix(".sd-")
+        .suffix(".part")
+        .tempfile_in(folder)
+        .map_err(|error| error.to_string())
 }
 
 /// Temporary files belong to their owner alone; a picture is an ordinary file.

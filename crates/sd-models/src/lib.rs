@@ -1,9 +1,11 @@
 //! Diffusion models on ggml: what each computes, in the words of its paper, and how a picture is made.
 
+mod animation;
 mod builder;
 mod canvas;
 mod config;
 mod error;
+mod frame_rate;
 mod image;
 mod model_index;
 pub mod nn;
@@ -18,8 +20,10 @@ mod seating;
 mod tiling;
 pub mod wan_vae;
 
+pub use animation::{AnimationReader, AnimationWriter};
 pub use builder::PipelineBuilder;
 pub use error::{Error, Result};
+pub use frame_rate::FrameRate;
 pub use image::Image;
 pub use model_index::ModelIndex;
 pub use pipeline::Pipeline;
