@@ -33,7 +33,9 @@ MODELS = {
 # Frames, and rows and columns of latents: pictures, whole chunks and frames that make none, wide and high. A clip's third
 # chunk is the first that looks back at all it can, the fourth the first that looks back at a third.
 CASES = {
-    "wan21_vae": [(1, 2, 3), (1, 4, 2), (2, 1, 2), (5, 2, 3), (7, 2, 1), (9, 3, 2), (17, 1, 2)],
+    "wan21_vae": [
+        (1, 2, 3), (1, 4, 2), (2, 1, 2), (5, 2, 3), (7, 2, 1), (9, 3, 2), (17, 1, 2), (4, 1, 1), (81, 1, 1)
+    ],
     "wan22_vae": [(1, 2, 3), (1, 3, 1), (5, 1, 2), (9, 2, 1), (17, 1, 1)],
     "qwenimage_vae": [(1, 3, 2), (5, 1, 2)],
 }

@@ -1,6 +1,7 @@
 //! What the command ends with when it does not end well.
 
 use std::io::Write;
+use std::path::PathBuf;
 
 /// A failure of a subcommand.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +23,27 @@ pub(crate) enum Error {
         /// What was given.
         value: String,
         /// Why it cannot be.
+        reason: String,
+    },
+    /// There is no ffmpeg, which a video file needs.
+    #[error(
+        "{}: video files need the program ffmpeg, and {} cannot be started ({source}); --ffmpeg names another, and folders of \
+        PNGs and animated PNGs do without", file.display(), program.display()
+    )]
+    NoFfmpeg {
+        /// What was tried.
+        program: PathBuf,
+        /// The video file.
+        file: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// ffmpeg did not end well.
+    #[error("{}: ffmpeg: {reason}", file.display())]
+    Ffmpeg {
+        /// The video file.
+        file: PathBuf,
+        /// The last that it said.
         reason: String,
     },
     /// The tiny checkpoint is not near.

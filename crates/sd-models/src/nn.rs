@@ -96,11 +96,21 @@ impl Conv2d {
             + g.param(&self.bias).reshape([self.channels, 1, 1])
     }
 
-    /// Applies the layer to every other pixel, beginning with the first; beyond the last row and column are zeros.
+    /// Applies the layer to every other pixel, beginning with the first; beyond the last row and column are zeros, or the
+    /// first ones along the axes that `circular` names.
     #[track_caller]
-    pub fn forward_halving<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    pub fn forward_halving<'g>(&self, x: Tensor<'g>, circular: Circular) -> Tensor<'g> {
         let g = x.graph();
-        let padded = x.pad_end(self.padding, self.padding);
+        let zeros = |wraps: bool| if wraps { 0 } else { self.padding };
+        let mut padded = x;
+        for (axis, wraps) in [(2, circular.y), (3, circular.x)] {
+            if wraps && self.padding > 0 {
+                padded = padded.concat(padded.slice(axis, 0, self.padding), axis);
+            }
+        }
+        if !(circular.x && circular.y) {
+            padded = padded.pad_end(zeros(circular.y), zeros(circular.x));
+        }
         padded.conv2d(g.param(&self.weight), 2, 0)
             + g.param(&self.bias).reshape([self.channels, 1, 1])
     }

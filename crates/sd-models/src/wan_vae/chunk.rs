@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use sd_backend::Backend;
+use sd_backend::{Backend, Buffer, Device};
 use sd_graph::{Shape, State, Tensor};
 
 use crate::error::Result;
@@ -97,6 +97,16 @@ impl Memory {
         let state = State::new(name, Shape::new(&dims).unwrap_or(Shape::ONE));
         states.insert(name.to_owned(), state.clone());
         state
+    }
+
+    /// Bytes of `device` for all states that were asked for so far.
+    pub(crate) fn bytes(&self, device: Device) -> u64 {
+        let states = self.states.borrow();
+        let sizes = states.values().map(|state| {
+            let bytes = state.shape().elements() * size_of::<f32>();
+            bytes.next_multiple_of(Buffer::alignment(device)) as u64
+        });
+        sizes.sum()
     }
 
     /// Takes memory for all states that were asked for so far.

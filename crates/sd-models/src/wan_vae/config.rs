@@ -2,17 +2,20 @@
 
 use std::path::Path;
 
+use sd_graph::Checkpoint;
 use serde::Deserialize;
 
 use super::clip::Clip;
+use super::detect;
 use super::layers::Depth;
+use super::names::Names;
 use super::shortcut::Level;
 use crate::config::{check, read_json};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Which classes of diffusers this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-enum Class {
+pub(super) enum Class {
     AutoencoderKLWan,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
@@ -22,38 +25,38 @@ enum Class {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Config {
     #[serde(rename = "_class_name")]
-    class: Class,
+    pub(super) class: Class,
     /// Channels of the encoder's first layer.
-    base_dim: usize,
+    pub(super) base_dim: usize,
     /// Channels of the decoder's last layer.
     #[serde(default)]
-    decoder_base_dim: Option<usize>,
+    pub(super) decoder_base_dim: Option<usize>,
     /// Latent channels.
     pub z_dim: usize,
     /// Channels of each level by the base.
-    dim_mult: Vec<usize>,
+    pub(super) dim_mult: Vec<usize>,
     /// Residual blocks of a level.
-    num_res_blocks: usize,
+    pub(super) num_res_blocks: usize,
     #[serde(default)]
-    attn_scales: Vec<f32>,
+    pub(super) attn_scales: Vec<f32>,
     /// Whether each level halves time too.
-    temperal_downsample: Vec<bool>,
+    pub(super) temperal_downsample: Vec<bool>,
     /// Mean of each latent channel.
     pub latents_mean: Vec<f32>,
     /// Standard deviation of each latent channel.
     pub latents_std: Vec<f32>,
     /// Whether levels have shortcuts, as in WAN 2.2.
     #[serde(default)]
-    is_residual: bool,
+    pub(super) is_residual: bool,
     /// Channels that the encoder reads, those of a square of pixels where there are patches.
     #[serde(default = "rgb", alias = "input_channels")]
-    in_channels: usize,
+    pub(super) in_channels: usize,
     /// Channels that the decoder writes. Qwen-Image has one number for both.
     #[serde(default)]
-    out_channels: Option<usize>,
+    pub(super) out_channels: Option<usize>,
     /// Side of the squares of pixels that become channels.
     #[serde(default)]
-    patch_size: Option<usize>,
+    pub(super) patch_size: Option<usize>,
 }
 
 fn rgb() -> usize {
@@ -67,6 +70,27 @@ impl Config {
     /// [`Error::Io`](crate::Error::Io) or [`Error::Config`](crate::Error::Config).
     pub fn read(path: &Path) -> Result<Config> {
         let config: Config = read_json(path)?;
+        config.check(path)?;
+        Ok(config)
+    }
+
+    /// What a file of weights alone says by its names and shapes; `config.json` is not needed then.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) with what is missing or impossible.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Config> {
+        let names = Names::of(checkpoint);
+        let path = checkpoint.path();
+        let config = detect::config(checkpoint, &names).map_err(|reason| Error::Config {
+            path: path.to_owned(),
+            reason: format!("no config.json beside it, and it is no VAE of this family: {reason}"),
+        })?;
+        config.check(path)?;
+        Ok(config)
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
+        let config = self;
         let levels = config.dim_mult.len();
         let squares = config.patch().saturating_mul(config.patch());
         check(
@@ -133,8 +157,7 @@ impl Config {
                     config.is_for_pictures() || config.frames_per_latent() == 4,
                 ),
             ],
-        )?;
-        Ok(config)
+        )
     }
 
     /// Whether it has two-dimensional kernels, for pictures and no clips: Qwen-Image 2.1.

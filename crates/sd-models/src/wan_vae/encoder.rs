@@ -56,8 +56,8 @@ impl Encoder {
 
     /// The mean `[1, z, height / scale, width / scale]` of the latents of a picture `[1, channels, height, width]` with values
     /// in -1..1.
-    pub fn forward<'g>(&self, picture: Tensor<'g>) -> Tensor<'g> {
-        self.forward_chunk(picture, &Chunk::picture(Circular::NONE))
+    pub fn forward<'g>(&self, picture: Tensor<'g>, circular: Circular) -> Tensor<'g> {
+        self.forward_chunk(picture, &Chunk::picture(circular))
     }
 
     /// The means of the latents of a chunk of frames: a clip's first, or four for each frame of latents.

@@ -9,28 +9,43 @@ use safetensors::{Dtype, SafeTensors};
 
 use super::clip::Clip;
 use crate::error::{Error, Result};
+use crate::frame_rate::FrameRate;
+use crate::image::{make_readable, part_file};
 
 /// Name of the tensor in a file of latents.
 const LATENTS: &str = "latents";
 
-impl Clip {
-    /// Reads the tensor `latents`, F32 `[frames, channels, height, width]`, of a safetensors file.
+/// Key of the frame rate in a file's metadata.
+const FRAME_RATE: &str = "frame_rate";
+
+/// Latents of a picture or clip, as files have them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Latents {
+    /// The latents, `[frames, channels, height, width]`.
+    pub clip: Clip,
+    /// Pictures a second of the clip that they were made from, where that is known.
+    pub frame_rate: Option<FrameRate>,
+}
+
+impl Latents {
+    /// Reads the tensor `latents`, F32 `[frames, channels, height, width]`, of a safetensors file, and `frame_rate` of its
+    /// metadata.
     ///
     /// # Errors
     /// [`Error::Io`], or [`Error::Latents`] for a file that has no such tensor.
-    pub fn read_latents(path: impl AsRef<Path>) -> Result<Clip> {
+    pub fn read(path: impl AsRef<Path>) -> Result<Latents> {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| Error::Io {
             path: path.to_owned(),
             source,
         })?;
-        Clip::from_bytes(&bytes).map_err(|reason| Error::Latents {
+        Latents::from_bytes(&bytes).map_err(|reason| Error::Latents {
             path: path.to_owned(),
             reason,
         })
     }
 
-    fn from_bytes(bytes: &[u8]) -> std::result::Result<Clip, String> {
+    fn from_bytes(bytes: &[u8]) -> std::result::Result<Latents, String> {
         let file = SafeTensors::deserialize(bytes).map_err(|error| error.to_string())?;
         let tensor = file.tensor(LATENTS).map_err(|error| error.to_string())?;
         let (Dtype::F32, &[frames, channels, height, width]) = (tensor.dtype(), tensor.shape())
@@ -43,48 +58,50 @@ impl Clip {
         if tensor.data().is_empty() {
             return Err(format!("`{LATENTS}` is empty"));
         }
+        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| error.to_string())?;
+        let text = metadata.metadata().as_ref();
+        let frame_rate = text.and_then(|text| text.get(FRAME_RATE));
         let words = tensor.data().as_chunks().0;
-        Ok(Clip {
-            frames,
-            channels,
-            height,
-            width,
-            values: words.iter().map(|&word| f32::from_le_bytes(word)).collect(),
+        Ok(Latents {
+            clip: Clip {
+                frames,
+                channels,
+                height,
+                width,
+                values: words.iter().map(|&word| f32::from_le_bytes(word)).collect(),
+            },
+            frame_rate: frame_rate.map(|text| text.parse()).transpose()?,
         })
     }
 
-    /// Writes a file for [`Clip::read_latents`]. It is written under another name in the same folder and renamed.
+    /// Writes a file for [`Latents::read`]. It is written under another name in the same folder and renamed.
     ///
     /// # Errors
     /// [`Error::Write`] with the path and the reason.
-    pub fn write_latents(&self, path: impl AsRef<Path>) -> Result<()> {
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        self.write(path).map_err(|reason| Error::Write {
+        self.write_to(path).map_err(|reason| Error::Write {
             path: path.to_owned(),
             reason,
         })
     }
 
-    fn write(&self, path: &Path) -> std::result::Result<(), String> {
-        let data: Vec<u8> = (self.values.iter())
+    fn write_to(&self, path: &Path) -> std::result::Result<(), String> {
+        let clip = &self.clip;
+        let data: Vec<u8> = (clip.values.iter())
             .flat_map(|value| value.to_le_bytes())
             .collect();
-        let shape = vec![self.frames, self.channels, self.height, self.width];
+        let shape = vec![clip.frames, clip.channels, clip.height, clip.width];
         let tensor =
             TensorView::new(Dtype::F32, shape, &data).map_err(|error| error.to_string())?;
-        let bytes = safetensors::serialize([(LATENTS, tensor)], None::<HashMap<String, String>>)
+        let metadata = self
+            .frame_rate
+            .map(|rate| HashMap::from([(FRAME_RATE.to_owned(), rate.to_string())]));
+        let bytes = safetensors::serialize([(LATENTS, tensor)], metadata)
             .map_err(|error| error.to_string())?;
-        let folder = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let mut file = tempfile::Builder::new()
-            .prefix(".sd-")
-            .suffix(".part")
-            .tempfile_in(folder)
-            .map_err(|error| error.to_string())?;
+        let mut file = part_file(path)?;
         file.write_all(&bytes).map_err(|error| error.to_string())?;
-        crate::image::make_readable(file.as_file()).map_err(|error| error.to_string())?;
+        make_readable(file.as_file()).map_err(|error| error.to_string())?;
         file.persist(path)
             .map_err(|error| error.error.to_string())?;
         Ok(())

@@ -2,7 +2,8 @@
 
 use sd_graph::Checkpoint;
 
-use super::config::Config;
+/// Blocks that are looked for. More than a configuration may have.
+const MOST: usize = 128;
 
 /// What such names may begin with.
 const PREFIXES: [&str; 3] = ["", "vae.", "first_stage_model."];
@@ -14,25 +15,46 @@ pub(crate) struct Names {
     /// Whether names are those of the authors, not those of diffusers.
     is_original: bool,
     is_residual: bool,
-    /// Residual blocks of the encoder's levels; the decoder's have one more.
+    /// Residual blocks of the encoder's levels, where names depend on it; the decoder's have one more.
     blocks: usize,
 }
 
 impl Names {
-    /// Looks at how `checkpoint` calls the decoder's first layer. Those of diffusers if there is none.
-    pub(crate) fn of(checkpoint: &Checkpoint, config: &Config) -> Names {
+    /// Looks at how `checkpoint` calls the decoder's first layer and the encoder's levels. Those of diffusers without shortcuts
+    /// if there are none.
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Names {
         let found = PREFIXES.iter().find_map(|&prefix| {
             let has = |name: &str| checkpoint.get(&format!("{prefix}{name}")).is_some();
             let is_original = has("decoder.conv1.weight");
             (is_original || has("decoder.conv_in.weight")).then_some((prefix, is_original))
         });
         let (prefix, is_original) = found.unwrap_or_default();
+        let has = |name: &str| checkpoint.get(&format!("{prefix}{name}")).is_some();
+        // Blocks of the first level are counted; a flat list has the resampler behind them.
+        let (is_residual, blocks) = if is_original {
+            let nested = "encoder.downsamples.0.downsamples";
+            let is_residual = has(&format!("{nested}.0.residual.2.weight"));
+            let place = if is_residual {
+                nested
+            } else {
+                "encoder.downsamples"
+            };
+            let is_block = |index: &usize| has(&format!("{place}.{index}.residual.2.weight"));
+            (is_residual, (0..MOST).take_while(is_block).count())
+        } else {
+            (has("encoder.down_blocks.0.resnets.0.conv1.weight"), 0)
+        };
         Names {
             prefix,
             is_original,
-            is_residual: config.is_residual(),
-            blocks: config.num_res_blocks(),
+            is_residual,
+            blocks,
         }
+    }
+
+    /// Whether levels have shortcuts.
+    pub(crate) fn is_residual(&self) -> bool {
+        self.is_residual
     }
 
     /// The name in the checkpoint of what diffusers calls `name`.

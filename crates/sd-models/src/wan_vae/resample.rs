@@ -77,7 +77,7 @@ impl Downsampler {
     }
 
     pub(crate) fn forward<'g>(&self, x: Tensor<'g>, chunk: &Chunk<'_>) -> Tensor<'g> {
-        let x = self.conv.forward_halving(x);
+        let x = self.conv.forward_halving(x, chunk.circular);
         match &self.time_conv {
             Some(time_conv) if chunk.is_first() => time_conv.pass_by(x, chunk),
             Some(time_conv) => time_conv.forward(x, chunk),

@@ -10,6 +10,7 @@ use super::decoder::Decoder;
 use super::encoder::Encoder;
 use crate::canvas::Piece;
 use crate::error::{Error, Result};
+use crate::rope::Circular;
 
 /// A clip that is being decoded: latents go in frame by frame, pictures come out.
 ///
@@ -45,6 +46,8 @@ struct Chunks {
     is_interrupted: bool,
     /// The plan of the last chunk. All later chunks share one.
     plans: PlanCache<Place>,
+    /// The most bytes that were held on the device while a chunk ran.
+    peak: u64,
 }
 
 /// Whether more chunks will follow.
@@ -64,6 +67,38 @@ impl Chunks {
             is_allocated: false,
             is_interrupted: false,
             plans: PlanCache::new(1),
+            peak: 0,
+        }
+    }
+
+    /// Bytes that all chunks run in beside weights, or the first if it is all.
+    fn need(
+        &self,
+        backend: &Backend,
+        rest: Rest,
+        build: impl for<'g> Fn(Graph<'g>, &Chunk<'_>),
+    ) -> Result<u64> {
+        let bytes = |place, memory| -> Result<u64> {
+            let chunk = self.chunk(place, memory);
+            let estimate = Estimate::of(backend, |g| build(g, &chunk))?;
+            Ok(estimate.compute_bytes + estimate.constant_bytes)
+        };
+        if rest == Rest::Nothing {
+            return bytes(Place::First, None);
+        }
+        let memory = Memory::default();
+        let mut most = 0;
+        for place in [Place::Later, Place::Second, Place::First] {
+            most = most.max(bytes(place, Some(&memory))?);
+        }
+        Ok(most + memory.bytes(backend.device()))
+    }
+
+    fn chunk<'m>(&self, place: Place, memory: Option<&'m Memory>) -> Chunk<'m> {
+        Chunk {
+            place,
+            circular: self.piece.circular,
+            memory,
         }
     }
 
@@ -76,37 +111,32 @@ impl Chunks {
         cancel: &Cancel,
         build: impl for<'g> Fn(Graph<'g>, &Chunk<'_>),
     ) -> Result<Vec<f32>> {
-        let record = |place: Place, memory: Option<&Memory>, g: Graph<'_>| {
-            let circular = self.piece.circular;
-            build(
-                g,
-                &Chunk {
-                    place,
-                    circular,
-                    memory,
-                },
-            );
-        };
         if self.is_interrupted {
             return Err(Error::Interrupted);
         }
         let is_alone = self.next == Place::First && rest == Rest::Nothing;
         if !is_alone && !self.is_allocated {
             // A later chunk has all that goes from chunk to chunk: recording it tells the sizes.
-            Estimate::of(backend, |g| record(Place::Later, Some(&self.memory), g))?;
+            let later = self.chunk(Place::Later, Some(&self.memory));
+            Estimate::of(backend, |g| build(g, &later))?;
             self.memory.allocate(backend)?;
             self.is_allocated = true;
         }
-        let memory = (!is_alone).then_some(&self.memory);
         let place = self.next;
+        let chunk = Chunk {
+            place,
+            circular: self.piece.circular,
+            memory: (!is_alone).then_some(&self.memory),
+        };
         let plan =
             self.plans
                 .get_or_build_with(place, backend, cancel, &mut |_: &Progress| {}, |g| {
-                    record(place, memory, g);
+                    build(g, &chunk);
                 })?;
         plan.set("chunk", values)?;
         self.is_interrupted = true;
-        plan.run(backend, cancel)?;
+        let report = plan.run(backend, cancel)?;
+        self.peak = self.peak.max(report.used.total());
         let result = plan.read("result")?;
         self.is_interrupted = false;
         self.next = match place {
@@ -124,6 +154,25 @@ impl<'v> Decoding<'v> {
             config,
             chunks: Chunks::new(piece),
         }
+    }
+
+    /// Joins sides of the frames. To be said before the first.
+    pub fn circular(mut self, circular: Circular) -> Decoding<'v> {
+        self.chunks.piece.circular = circular;
+        self
+    }
+
+    /// The most bytes that were held on the device through its ledger while a chunk ran.
+    pub fn peak(&self) -> u64 {
+        self.chunks.peak
+    }
+
+    /// Bytes that it runs in beside weights.
+    pub(crate) fn need(&self, backend: &Backend, rest: Rest) -> Result<u64> {
+        let (rest, _) = steps(self.config, Place::First, rest)?;
+        let Piece { height, width, .. } = self.chunks.piece;
+        let build = decoding_graph(self.decoder, [1, self.config.z_dim, height, width]);
+        self.chunks.need(backend, rest, build)
     }
 
     /// Decodes one more frame of latents `[z, height, width]`, which have their means and deviations back: the clip's first
@@ -146,19 +195,11 @@ impl<'v> Decoding<'v> {
         cancel: &Cancel,
     ) -> Result<Clip> {
         let Piece { height, width, .. } = self.chunks.piece;
-        let (decoder, z_dim) = (self.decoder, self.config.z_dim);
+        let z_dim = self.config.z_dim;
         expect("latent values", latent.len(), z_dim * height * width)?;
         let (rest, count) = steps(self.config, self.chunks.next, rest)?;
-        let mut values = self.chunks.run(
-            backend,
-            latent,
-            rest,
-            cancel,
-            |g: Graph<'_>, chunk: &Chunk<'_>| {
-                let z = g.input::<f32>("chunk", [1, z_dim, height, width]);
-                g.output("result", decoder.forward_chunk(z, chunk));
-            },
-        )?;
+        let build = decoding_graph(self.decoder, [1, z_dim, height, width]);
+        let mut values = self.chunks.run(backend, latent, rest, cancel, build)?;
         for value in &mut values {
             *value = value.clamp(-1.0, 1.0);
         }
@@ -195,6 +236,24 @@ impl<'v> Encoding<'v> {
         }
     }
 
+    /// Joins sides of the frames. To be said before the first.
+    pub fn circular(mut self, circular: Circular) -> Encoding<'v> {
+        self.chunks.piece.circular = circular;
+        self
+    }
+
+    /// The most bytes that were held on the device through its ledger while a chunk ran.
+    pub fn peak(&self) -> u64 {
+        self.chunks.peak
+    }
+
+    /// Bytes that it runs in beside weights.
+    pub(crate) fn need(&self, backend: &Backend, rest: Rest) -> Result<u64> {
+        let (rest, _) = steps(self.config, Place::First, rest)?;
+        let build = encoding_graph(self.encoder, self.config, self.chunks.piece);
+        self.chunks.need(backend, rest, build)
+    }
+
     /// Encodes one more picture `[channels, height, width]` with values from -1 to 1: the clip's first, and each fourth
     /// further, give the means of one frame of latents.
     ///
@@ -217,26 +276,16 @@ impl<'v> Encoding<'v> {
         cancel: &Cancel,
     ) -> Result<Option<Clip>> {
         let Piece { height, width, .. } = self.chunks.piece;
-        let (encoder, channels) = (self.encoder, self.config.channels());
-        let frame = channels * height * width;
+        let frame = self.config.channels() * height * width;
         expect("pixel values", picture.len(), frame)?;
         let (rest, count) = steps(self.config, self.chunks.next, rest)?;
-        let (before, later) = (self.waiting.len(), self.config.frames_per_latent());
+        let before = self.waiting.len();
         self.waiting.extend_from_slice(picture);
         if self.waiting.len() < count * frame {
             return Ok(None);
         }
-        let outcome = self.chunks.run(
-            backend,
-            &self.waiting,
-            rest,
-            cancel,
-            |g: Graph<'_>, chunk: &Chunk<'_>| {
-                let count = if chunk.is_first() { 1 } else { later };
-                let frames = g.input::<f32>("chunk", [count, channels, height, width]);
-                g.output("result", encoder.forward_chunk(frames, chunk));
-            },
-        );
+        let build = encoding_graph(self.encoder, self.config, self.chunks.piece);
+        let outcome = self.chunks.run(backend, &self.waiting, rest, cancel, build);
         let values = match outcome {
             Ok(values) => values,
             Err(error) => {
@@ -259,6 +308,28 @@ impl<'v> Encoding<'v> {
     pub fn waiting(&self) -> usize {
         let Piece { height, width, .. } = self.chunks.piece;
         self.waiting.len() / (self.config.channels() * height * width).max(1)
+    }
+}
+
+/// The graph of a chunk of latents `[1, z, height, width]`.
+fn decoding_graph(decoder: &Decoder, latent: [usize; 4]) -> impl for<'g> Fn(Graph<'g>, &Chunk<'_>) {
+    move |g: Graph<'_>, chunk: &Chunk<'_>| {
+        let z = g.input::<f32>("chunk", latent);
+        g.output("result", decoder.forward_chunk(z, chunk));
+    }
+}
+
+/// The graph of a chunk of frames of the size of `piece`.
+fn encoding_graph(
+    encoder: &Encoder,
+    config: &Config,
+    piece: Piece,
+) -> impl for<'g> Fn(Graph<'g>, &Chunk<'_>) {
+    let (channels, later) = (config.channels(), config.frames_per_latent());
+    move |g: Graph<'_>, chunk: &Chunk<'_>| {
+        let count = if chunk.is_first() { 1 } else { later };
+        let frames = g.input::<f32>("chunk", [count, channels, piece.height, piece.width]);
+        g.output("result", encoder.forward_chunk(frames, chunk));
     }
 }
 

@@ -9,9 +9,10 @@ use super::clip::Clip;
 use super::config::Config;
 use super::decoder::Decoder;
 use super::encoder::Encoder;
+use super::fit::{ClipReport, Fit, Tiling, Work, attempt};
 use super::names::Names;
 use super::stream::{Decoding, Encoding, Rest, expect};
-use crate::canvas::{Canvas, Piece};
+use crate::canvas::Canvas;
 use crate::error::{Error, Result};
 use crate::tiling::{Mosaic, Tiles};
 
@@ -24,46 +25,6 @@ pub struct WanVae {
     decoder: Half<Decoder>,
 }
 
-/// How much of each frame is worked on at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tiling {
-    /// All of it.
-    Whole,
-    /// Overlapping squares of so many latents along a side.
-    Squares(usize),
-    /// All of it if memory suffices, else squares as large as memory allows: half as large each time that it runs out, and
-    /// at least [`Tiling::SMALLEST`].
-    Fit,
-}
-
-impl Tiling {
-    /// Latents along a side of the smallest squares that [`Tiling::Fit`] tries.
-    pub const SMALLEST: usize = 8;
-
-    /// Gives `run` the squares to take, again with smaller ones while memory runs out and these may be had.
-    fn attempt<T>(
-        self,
-        longest: usize,
-        mut run: impl FnMut(Option<usize>) -> Result<T>,
-    ) -> Result<T> {
-        let mut tile = match self {
-            Tiling::Whole => return run(None),
-            Tiling::Squares(side) => return run(Some(side)),
-            Tiling::Fit => longest,
-        };
-        loop {
-            let outcome = run((tile < longest).then_some(tile));
-            match outcome {
-                Err(error) if error.is_out_of_memory() && tile > Tiling::SMALLEST => {
-                    tile = tile.div_ceil(2).max(Tiling::SMALLEST);
-                    tracing::info!("{error}; trying squares of {tile} latents");
-                }
-                outcome => return outcome,
-            }
-        }
-    }
-}
-
 #[derive(Debug)]
 struct Half<M> {
     module: M,
@@ -73,12 +34,11 @@ struct Half<M> {
 impl<M> Half<M> {
     fn open(
         path: &Path,
-        config: &Config,
         options: &LoadOptions,
         new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Half<M>> {
         let checkpoint = Checkpoint::open(path)?;
-        let names = Names::of(&checkpoint, config);
+        let names = Names::of(&checkpoint);
         let declarations = Declarations::new(&checkpoint, options.clone().component("vae"))
             .translate(move |name| names.in_file(name));
         let module = new(&declarations.root());
@@ -89,6 +49,15 @@ impl<M> Half<M> {
         })
     }
 
+    /// Takes its weights out of memory if the `other` half has no room beside them for what `fit` says.
+    fn make_room<O>(&mut self, backend: &Backend, fit: &Fit, other: &Half<O>) {
+        let left = backend.ledger().report(backend.device()).available;
+        let more = fit.bytes.saturating_sub(other.weights.device_bytes());
+        if left.is_some_and(|left| more > left) {
+            self.weights.unload();
+        }
+    }
+
     fn bring(&mut self, backend: &Backend, cancel: &Cancel) -> Result<()> {
         Ok(self
             .weights
@@ -97,19 +66,24 @@ impl<M> Half<M> {
 }
 
 impl WanVae {
-    /// Opens a VAE: a folder with `config.json` and weights, as diffusers has it, or a file of weights with a `config.json`
-    /// beside it. Tensors may have the names of diffusers or those of the models' authors. No weight is read.
+    /// Opens a VAE: a folder with `config.json` and weights, as diffusers has it, or a file of weights, whose
+    /// configuration is the `config.json` beside it or, where there is none, what names and shapes say. Tensors may have the
+    /// names of diffusers or those of the models' authors. No weight is read.
     ///
     /// # Errors
     /// Everything that can be wrong with files; see [`Error`].
     pub fn open(path: &Path, options: &LoadOptions) -> Result<WanVae> {
-        let folder = match path.parent() {
-            Some(folder) if path.is_file() => folder,
-            _ => path,
+        let beside = match path.parent() {
+            Some(folder) if path.is_file() => folder.join("config.json"),
+            _ => path.join("config.json"),
         };
-        let config = Config::read(&folder.join("config.json"))?;
-        let encoder = Half::open(path, &config, options, |root| Encoder::new(root, &config))?;
-        let decoder = Half::open(path, &config, options, |root| Decoder::new(root, &config))?;
+        let config = if path.is_file() && !beside.is_file() {
+            Config::of(&Checkpoint::open(path)?)?
+        } else {
+            Config::read(&beside)?
+        };
+        let encoder = Half::open(path, options, |root| Encoder::new(root, &config))?;
+        let decoder = Half::open(path, options, |root| Decoder::new(root, &config))?;
         Ok(WanVae {
             config,
             encoder,
@@ -159,73 +133,141 @@ impl WanVae {
         Ok(Encoding::new(&self.encoder.module, &self.config, piece))
     }
 
+    /// What decoding a clip takes of the memory of the device of `backend`: `frames` of latents with `height` rows and `width`
+    /// columns. Nothing is loaded.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub fn fit_decoding(
+        &self,
+        backend: &Backend,
+        frames: usize,
+        size: (usize, usize),
+        work: impl Into<Work>,
+    ) -> Result<Fit> {
+        let work = work.into();
+        let halves = (&self.decoder.weights, self.encoder.weights.device_bytes());
+        Fit::find(backend, work.canvas(size), work.tiling, halves, |canvas| {
+            Decoding::new(&self.decoder.module, &self.config, canvas.piece())
+                .need(backend, rest_of(frames))
+        })
+    }
+
+    /// What encoding a clip takes of the memory of the device of `backend`: `frames` pictures with `height` rows and `width`
+    /// columns. Nothing is loaded.
+    ///
+    /// # Errors
+    /// [`Error::FrameSize`], and the engine's.
+    pub fn fit_encoding(
+        &self,
+        backend: &Backend,
+        frames: usize,
+        (height, width): (usize, usize),
+        work: impl Into<Work>,
+    ) -> Result<Fit> {
+        self.check_size(height, width)?;
+        let (work, scale) = (work.into(), self.config.scale_factor());
+        let canvas = work.canvas((height / scale, width / scale));
+        let halves = (&self.encoder.weights, self.decoder.weights.device_bytes());
+        Fit::find(backend, canvas, work.tiling, halves, |canvas| {
+            let pixels = canvas.piece().scaled(scale);
+            let rest = rest_of(self.config.latent_frames(frames));
+            Encoding::new(&self.encoder.module, &self.config, pixels).need(backend, rest)
+        })
+    }
+
     /// The clip `[frames, channels, height, width]`, values from -1 to 1, of latents `[t, z, height / scale, width / scale]`
-    /// that have their means and deviations back ([`Config::denormalize`]).
+    /// that have their means and deviations back ([`Config::denormalize`]), and what it took.
     ///
     /// In tiles, squares are decoded one after the other and blended, each for the whole clip: less memory, and slightly
     /// another picture, since they do not see each other.
     ///
     /// # Errors
     /// [`Error::Clip`] for latents that are not what they say, or of more than one frame where the VAE is for pictures;
-    /// files, memory, or a cancelled run.
+    /// with [`Tiling::Fit`](super::Tiling::Fit) [`Error::TooLittleMemory`] where not even the smallest squares fit; files,
+    /// memory, or a cancelled run.
     pub fn decode(
         &mut self,
         backend: &mut Backend,
         latents: &Clip,
-        tiling: Tiling,
+        work: impl Into<Work>,
         cancel: &Cancel,
-    ) -> Result<Clip> {
+    ) -> Result<(Clip, ClipReport)> {
+        let work = work.into();
         self.check_clip(latents, self.config.z_dim)?;
+        let size = (latents.height, latents.width);
+        let mut canvas = work.canvas(size);
+        if work.tiling == Tiling::Fit {
+            let fit = self.fit_decoding(backend, latents.frames, size, work)?;
+            fit.check(backend)?;
+            self.encoder.make_room(backend, &fit, &self.decoder);
+            canvas.tile = fit.tile;
+        }
         self.decoder.bring(backend, cancel)?;
         let (config, decoder) = (&self.config, &self.decoder.module);
         let scale = config.scale_factor();
-        tiling.attempt(latents.height.max(latents.width), |tile| {
-            let (rows, columns) = Canvas::from((latents.height, latents.width))
-                .tile(tile)
-                .tiles();
+        let mut peak = 0;
+        let (clip, tile) = attempt(work.tiling, canvas, |canvas| {
+            let (rows, columns) = canvas.tiles();
             let out = (rows.scaled(scale), columns.scaled(scale));
             by_tiles(latents, (&rows, &columns), out, |tile| {
-                let mut decoding = Decoding::new(decoder, config, piece_of(tile));
+                let mut decoding = Decoding::new(decoder, config, canvas.piece());
                 let rest = rest_of(tile.frames);
-                collect(tile.each_frame(), |latent| {
+                let part = collect(tile.each_frame(), |latent| {
                     let frames = decoding.push_one_of(backend, latent, rest, cancel)?;
                     Ok(Some(frames))
-                })
+                });
+                peak = peak.max(decoding.peak());
+                part
             })
-        })
+        })?;
+        Ok((clip, ClipReport { tile, peak }))
     }
 
     /// The means `[t, z, height / scale, width / scale]` of the latents of a clip `[frames, channels, height, width]` with
-    /// values from -1 to 1. Frames that make no whole chunk are left out: [`Config::latent_frames`] says how many there will
-    /// be, [`Config::frames`] how many pictures these are.
+    /// values from -1 to 1, and what it took. Frames that make no whole chunk are left out: [`Config::latent_frames`] says how
+    /// many there will be, [`Config::frames`] how many pictures these are.
     ///
     /// # Errors
-    /// [`Error::FrameSize`], [`Error::Clip`]; files, memory, or a cancelled run.
+    /// [`Error::FrameSize`], and as for [`WanVae::decode`].
     pub fn encode(
         &mut self,
         backend: &mut Backend,
         clip: &Clip,
-        tiling: Tiling,
+        work: impl Into<Work>,
         cancel: &Cancel,
-    ) -> Result<Clip> {
+    ) -> Result<(Clip, ClipReport)> {
+        let work = work.into();
         self.check_clip(clip, self.config.channels())?;
         self.check_size(clip.height, clip.width)?;
+        let scale = self.config.scale_factor();
+        let mut canvas = work.canvas((clip.height / scale, clip.width / scale));
+        if work.tiling == Tiling::Fit {
+            let size = (clip.height, clip.width);
+            let fit = self.fit_encoding(backend, clip.frames, size, work)?;
+            fit.check(backend)?;
+            self.decoder.make_room(backend, &fit, &self.encoder);
+            canvas.tile = fit.tile;
+        }
         self.encoder.bring(backend, cancel)?;
         let (config, encoder) = (&self.config, &self.encoder.module);
-        let scale = config.scale_factor();
-        let (height, width) = (clip.height / scale, clip.width / scale);
-        tiling.attempt(height.max(width), |tile| {
-            let out = Canvas::from((height, width)).tile(tile).tiles();
+        let mut peak = 0;
+        let (latents, tile) = attempt(work.tiling, canvas, |canvas| {
+            let out = canvas.tiles();
             let pixels = (out.0.scaled(scale), out.1.scaled(scale));
             by_tiles(clip, (&pixels.0, &pixels.1), out, |tile| {
-                let mut encoding = Encoding::new(encoder, config, piece_of(tile));
+                let piece = canvas.piece().scaled(scale);
+                let mut encoding = Encoding::new(encoder, config, piece);
                 let latents = config.latent_frames(tile.frames);
                 let whole = tile.each_frame().take(config.frames(latents));
-                collect(whole, |picture| {
+                let part = collect(whole, |picture| {
                     encoding.push_one_of(backend, picture, rest_of(latents), cancel)
-                })
+                });
+                peak = peak.max(encoding.peak());
+                part
             })
-        })
+        })?;
+        Ok((latents, ClipReport { tile, peak }))
     }
 
     fn check_size(&self, height: usize, width: usize) -> Result<()> {
@@ -255,10 +297,6 @@ impl WanVae {
         }
         Ok(())
     }
-}
-
-fn piece_of(clip: &Clip) -> Piece {
-    Canvas::from((clip.height, clip.width)).piece()
 }
 
 fn rest_of(chunks: usize) -> Rest {

@@ -150,7 +150,8 @@ fn the_vaes_of_clips_plan_a_picture() {
         })
         .unwrap();
         let encoding = Estimate::of(&backend, |g| {
-            let mean = encoder.forward(g.input::<f32>("picture", [1, 3, 480, 832]));
+            let picture = g.input::<f32>("picture", [1, 3, 480, 832]);
+            let mean = encoder.forward(picture, Circular::NONE);
             assert_eq!(mean.shape().dims(), [1, z_dim, height, width]);
             g.output("mean", mean);
         })

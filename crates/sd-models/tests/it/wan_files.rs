@@ -1,8 +1,8 @@
 //! Files of the VAEs: types of weights, names, sizes that do not fit.
 
 use sd_backend::DType;
-use sd_graph::{Cancel, LoadOptions};
-use sd_models::wan_vae::{Tiling, WanVae};
+use sd_graph::{Cancel, Checkpoint, Declarations, LoadOptions, StoredType};
+use sd_models::wan_vae::{Config, Decoder, Encoder, Tiling, WanVae};
 
 use crate::fixtures::{folder, relative_l2};
 use crate::wan::{assert_near, case, clip, open, processor};
@@ -62,7 +62,8 @@ fn files_in_half_precision_are_near() {
             let z = clip(case.get("in.z"));
             let decoded = vae
                 .decode(&mut backend, &z, Tiling::Whole, &Cancel::new())
-                .unwrap();
+                .unwrap()
+                .0;
             let error = relative_l2(&decoded.values, &case.get("out.decoded").f32);
             println!("{dtype:?} as {asked:?}: {error:e}");
             assert!(error > 1e-5 && error < allowed, "{dtype:?}: {error:e}");
@@ -116,7 +117,7 @@ fn original(name: &str, is_residual: bool) -> String {
             name = name.replace(from, to);
         }
     }
-    for level in (0..4).rev() {
+    for level in (0..5).rev() {
         for resnet in 0..4 {
             // Three blocks and a resampler to a level of the decoder, two and one to the encoder's.
             let (flat, nested) = (4 * level + resnet, format!("{level}.upsamples.{resnet}"));
@@ -208,18 +209,171 @@ fn files_with_the_authors_names_are_read() {
         });
         let path = to.path().join("some_vae.safetensors");
         safetensors::serialize_to_file(renamed, None, &path).unwrap();
+        // Without a configuration beside it, and with the names of diffusers too.
+        let alone = tempfile::tempdir().unwrap();
+        let file = alone.path().join("authors.safetensors");
+        std::fs::copy(&path, &file).unwrap();
+        let other = alone.path().join("diffusers.safetensors");
+        std::fs::copy(from.join("model.safetensors"), &other).unwrap();
         let case = case(name, case_name);
-        for path in [path.as_path(), to.path()] {
+        for path in [path.as_path(), to.path(), file.as_path(), other.as_path()] {
             let mut vae = open(path);
             let (pixels, z) = (clip(case.get("in.pixels")), clip(case.get("in.z")));
             let encoded = vae
                 .encode(&mut backend, &pixels, Tiling::Whole, &Cancel::new())
-                .unwrap();
+                .unwrap()
+                .0;
             assert_near(&backend, name, &encoded, &clip(case.get("out.mean")));
             let decoded = vae
                 .decode(&mut backend, &z, Tiling::Whole, &Cancel::new())
-                .unwrap();
+                .unwrap()
+                .0;
             assert_near(&backend, name, &decoded, &clip(case.get("out.decoded")));
         }
     }
+}
+
+/// What is known of a published VAE: its configuration as diffusers has it, and its tensors.
+fn published(name: &str) -> (Config, Vec<(String, Vec<usize>)>) {
+    let path = folder("published").join(name);
+    let table: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let config = serde_json::from_value(table["config"].clone()).unwrap();
+    let tensors = table["tensors"].as_object().unwrap().iter();
+    let tensors = tensors.map(|(name, shape)| {
+        let shape = serde_json::from_value(shape.clone()).unwrap();
+        (name.clone(), shape)
+    });
+    (config, tensors.collect())
+}
+
+fn declares(checkpoint: &Checkpoint, config: &Config) -> Result<(), sd_graph::Mismatch> {
+    let declarations = Declarations::new(checkpoint, LoadOptions::default());
+    Decoder::new(&declarations.root(), config);
+    Encoder::new(&declarations.root(), config);
+    declarations.finish().map(drop)
+}
+
+/// A file of weights alone says by its names and shapes what it is: all published VAEs, by both ways of naming.
+#[test]
+fn files_say_what_they_are() {
+    for (name, is_residual) in [
+        ("wan21_vae.json", false),
+        ("qwenimage_vae.json", false),
+        ("wan22_vae.json", true),
+        ("qwenimage21_vae.json", true),
+    ] {
+        let (known, tensors) = published(name);
+        for (prefix, is_original) in [("", false), ("", true), ("vae.", true)] {
+            let renamed = tensors.iter().map(|(tensor, shape)| {
+                let tensor = match is_original {
+                    true => original(tensor, is_residual),
+                    false => tensor.clone(),
+                };
+                (format!("{prefix}{tensor}"), StoredType::F16, shape.clone())
+            });
+            let checkpoint = Checkpoint::from_table("some", renamed).unwrap();
+            let config = Config::of(&checkpoint).unwrap();
+            if !is_original {
+                declares(&checkpoint, &config).unwrap();
+            }
+            let facts = |config: &Config| {
+                (
+                    (config.z_dim, config.channels(), config.scale_factor()),
+                    (config.is_for_pictures(), config.frames_per_latent()),
+                )
+            };
+            assert_eq!(facts(&config), facts(&known), "{name}");
+            // The table has no numbers for those of WAN 2.2.
+            if config.z_dim != 48 {
+                assert_eq!(config.latents_mean, known.latents_mean);
+                assert_eq!(config.latents_std, known.latents_std);
+            } else {
+                // The first and the last, from the authors' program.
+                let ends = |values: &[f32]| [values[0], values[47]];
+                assert_eq!(ends(&config.latents_mean), [-0.2289, -0.0667]);
+                assert_eq!(ends(&config.latents_std), [0.4765, 0.7744]);
+            }
+        }
+    }
+    // Frames one deep: as some programs write the kernels of a VAE for pictures.
+    let (_, tensors) = published("qwenimage21_vae.json");
+    let deep = tensors.iter().map(|(name, shape)| {
+        let mut shape = shape.clone();
+        if shape.len() == 4 {
+            shape.insert(2, 1);
+        }
+        (name.clone(), StoredType::BF16, shape)
+    });
+    let checkpoint = Checkpoint::from_table("some", deep).unwrap();
+    let config = Config::of(&checkpoint).unwrap();
+    assert!(config.is_for_pictures());
+    declares(&checkpoint, &config).unwrap();
+}
+
+#[test]
+fn files_that_are_no_vae_say_what_is_missing() {
+    let (_, tensors) = published("wan21_vae.json");
+    let without = |left_out: &str| {
+        let kept = tensors
+            .iter()
+            .filter(|(name, _)| !name.starts_with(left_out));
+        let kept = kept.map(|(name, shape)| (name.clone(), StoredType::F16, shape.clone()));
+        let checkpoint = Checkpoint::from_table("some.safetensors", kept).unwrap();
+        Config::of(&checkpoint).unwrap_err().to_string()
+    };
+    for (left_out, part) in [
+        ("encoder.conv_in", "no tensor encoder.conv_in.weight"),
+        ("post_quant_conv", "no tensor post_quant_conv.weight"),
+        ("encoder.down_blocks", "no levels of an encoder"),
+        ("encoder.down_blocks.4.", "levels with different numbers"),
+    ] {
+        let text = without(left_out);
+        assert!(
+            text.contains("some.safetensors") && text.contains("no config.json"),
+            "{text}"
+        );
+        assert!(text.contains(part), "{left_out}: {text}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let error = WanVae::open(folder.path(), &LoadOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("config.json"), "{error}");
+}
+
+/// Types of kernels: floating-point numbers of 8 bits are widened; blocks of quantised numbers lie along rows that kernels
+/// do not have, so that what holds them has other shapes, and codes without a key are no numbers.
+#[test]
+fn quantised_kernels_are_widened_or_refused() {
+    let (config, tensors) = published("qwenimage21_vae.json");
+    let stored = |kernel: StoredType, flat: bool| {
+        let entries = tensors.iter().map(move |(name, shape)| match shape[..] {
+            [output, input, height, width] if input % 32 == 0 => {
+                let shape = match flat {
+                    true => vec![output, input * height * width],
+                    false => shape.clone(),
+                };
+                (name.clone(), kernel, shape)
+            }
+            _ => (name.clone(), StoredType::F32, shape.clone()),
+        });
+        Checkpoint::from_table("some", entries).unwrap()
+    };
+    for kernel in [StoredType::F8E4M3, StoredType::F8E5M2, StoredType::BF16] {
+        declares(&stored(kernel, false), &config).unwrap();
+    }
+    let q8_0 = StoredType::Q8_0;
+    let text = declares(&stored(q8_0, true), &config)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.contains("of another shape: ") && text.contains(" instead of "),
+        "{text}"
+    );
+    let text = declares(&stored(StoredType::I8, false), &config)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.contains("of a type that cannot be used: ") && text.contains("(I8)"),
+        "{text}"
+    );
 }
