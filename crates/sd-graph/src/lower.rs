@@ -6,9 +6,10 @@
 
 use std::collections::HashMap;
 
-use sd_backend::{Backend, DeviceKind};
+use sd_backend::{Backend, DType, DeviceKind};
 use sd_ggml_sys as sys;
 
+use crate::convolution::Convolution;
 use crate::graph::{Node, Recording, TensorId};
 use crate::op::{Binary, Norm, Op, Pairing, Unary};
 use crate::raw::{Arena, ArenaFull, RawTensor};
@@ -366,9 +367,16 @@ impl Lowering<'_> {
                     self.whole(table)?.as_ptr(),
                     self.whole(index)?.as_ptr(),
                 ),
-                (&Op::Conv2d { stride, padding }, &[x, kernel]) => {
+                (
+                    &Op::Conv2d {
+                        stride,
+                        padding,
+                        by,
+                    },
+                    &[x, kernel],
+                ) => {
                     let (stride, padding) = (stride as i32, padding.map(|side| side as i32));
-                    self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding)?
+                    self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding, by)?
                 }
                 (&Op::UpscaleNearest { factor }, &[x]) => sys::ggml_upscale(
                     ctx,
@@ -523,7 +531,8 @@ impl Lowering<'_> {
         }
     }
 
-    /// Convolution: ggml's own where the device has it, else patches times kernel.
+    /// Convolution: in the way that is asked for or measured to be best; patches times kernel where the device has no
+    /// operation of its own.
     ///
     /// # Safety
     /// As for `operation`; both operands are contiguous.
@@ -533,6 +542,7 @@ impl Lowering<'_> {
         x: RawTensor,
         stride: i32,
         [rows, columns]: [i32; 2],
+        by: Option<Convolution>,
     ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
         let ctx = self.arena.as_ptr();
         // SAFETY: shapes were checked when recorded, contiguity by the caller.
@@ -548,7 +558,23 @@ impl Lowering<'_> {
                 1,
                 1,
             );
-            if !direct.is_null() && self.backend.supports(direct) {
+            let dtype = match kernel.as_ref().type_ {
+                sys::GGML_TYPE_F16 => DType::F16,
+                _ => DType::F32,
+            };
+            let is_direct = !direct.is_null() && {
+                // [kw, kh, in, out] and [w, h, out, n]: as many patches as pixels of the result.
+                let [kw, kh, input, _] = kernel.as_ref().ne;
+                let [width, height, _, count] = (*direct).ne;
+                let element = sys::ggml_type_size(kernel.as_ref().type_) as i64;
+                let sides = [kw, kh, input, width, height, count, element];
+                let bytes = sides.into_iter().fold(1_u64, |product, side| {
+                    product.saturating_mul(side.unsigned_abs())
+                });
+                let best = || Convolution::best(self.backend.device(), dtype, bytes);
+                by.unwrap_or_else(best) == Convolution::Direct
+            };
+            if is_direct && self.backend.supports(direct) {
                 return Ok(direct);
             }
             let [kw, kh, input, output] = kernel.as_ref().ne;
@@ -595,14 +621,16 @@ impl Lowering<'_> {
         }
     }
 
-    /// `x`, copied unless all of it is contiguous.
+    /// `x`, copied unless all of it is contiguous. A dimension of 1 counts as contiguous for ggml wherever the next element
+    /// would lie, but operations assert that the elements of a row lie side by side.
     ///
     /// # Safety
     /// As for `operation`.
     unsafe fn whole(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
         // SAFETY: `x` is live.
         unsafe {
-            if sys::ggml_is_contiguous(x.as_ptr()) {
+            let side_by_side = x.as_ref().nb[0] == sys::ggml_type_size(x.as_ref().type_);
+            if side_by_side && sys::ggml_is_contiguous(x.as_ptr()) {
                 Ok(x)
             } else {
                 self.copy(x)

@@ -1,5 +1,7 @@
 //! The operations a graph is made of.
 
+use crate::convolution::Convolution;
+
 /// One operation; operands and result shape are kept beside it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Op {
@@ -40,7 +42,12 @@ pub(crate) enum Op {
     /// Rows of a matrix by number.
     Rows,
     /// Two-dimensional convolution with zeros around: rows above and below, columns left and right.
-    Conv2d { stride: usize, padding: [usize; 2] },
+    Conv2d {
+        stride: usize,
+        padding: [usize; 2],
+        /// The way that it is computed, if it is not to be chosen.
+        by: Option<Convolution>,
+    },
     /// Each pixel repeated.
     UpscaleNearest { factor: usize },
     /// Zeros behind the last row and column.

@@ -5,6 +5,7 @@ use std::panic::Location;
 use sd_backend::DType;
 
 use super::expect;
+use crate::convolution::Convolution;
 use crate::graph::Tensor;
 use crate::op::Op;
 use crate::shape::{self, Shape};
@@ -24,6 +25,30 @@ impl<'g> Tensor<'g> {
         stride: usize,
         padding: [usize; 2],
     ) -> Tensor<'g> {
+        self.record_conv2d(kernel, stride, padding, None)
+    }
+
+    /// As [`Tensor::conv2d_padded`], computed in this way, to measure it. A device without an operation of its own takes
+    /// [`Convolution::Patches`] in any case.
+    #[track_caller]
+    pub fn conv2d_by(
+        self,
+        kernel: Tensor<'g>,
+        stride: usize,
+        padding: [usize; 2],
+        by: Convolution,
+    ) -> Tensor<'g> {
+        self.record_conv2d(kernel, stride, padding, Some(by))
+    }
+
+    #[track_caller]
+    fn record_conv2d(
+        self,
+        kernel: Tensor<'g>,
+        stride: usize,
+        padding: [usize; 2],
+        by: Option<Convolution>,
+    ) -> Tensor<'g> {
         let rule = expect(self, "the picture", DType::F32).and_then(|()| {
             if !matches!(kernel.dtype(), DType::F32 | DType::F16) {
                 return Err(format!("a kernel cannot be {}", kernel.dtype()).into());
@@ -34,7 +59,11 @@ impl<'g> Tensor<'g> {
             }
             shape::conv2d(self.shape(), kernel.shape(), stride, padding)
         });
-        let op = Op::Conv2d { stride, padding };
+        let op = Op::Conv2d {
+            stride,
+            padding,
+            by,
+        };
         self.graph().record(
             "conv2d",
             op,

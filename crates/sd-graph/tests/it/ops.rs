@@ -2,7 +2,7 @@
 
 use half::f16;
 use sd_backend::{Backend, BackendOptions, DType, DeviceKind};
-use sd_graph::{Cancel, Graph, Pairing, Plan, Tensor};
+use sd_graph::{Cancel, Convolution, Graph, Pairing, Plan, Tensor};
 
 use crate::reference::{self, Array};
 
@@ -375,6 +375,12 @@ fn pictures() {
         check("conv2d", &[&x, &kernel], &expected, |_, t| {
             t[0].conv2d(t[1], stride, padding)
         });
+        for by in [Convolution::Direct, Convolution::Patches] {
+            let what = format!("conv2d by {by:?}");
+            check(&what, &[&x, &kernel], &expected, |_, t| {
+                t[0].conv2d_by(t[1], stride, [padding; 2], by)
+            });
+        }
         check_with(
             "conv2d in half precision",
             &[&x, &kernel],
@@ -382,6 +388,18 @@ fn pictures() {
             1e-3,
             |_, t| t[0].conv2d(t[1].cast(DType::F16), stride, padding),
         );
+    }
+    // A single pixel whose channels lay innermost: its row has a stride that is no element's.
+    let pixel = random(&[1, 1, 1, 3], 33);
+    let kernel = random(&[5, 3, 3, 3], 34);
+    let turned = pixel.permute(&[0, 3, 1, 2]);
+    let expected = reference::conv2d(&turned, &kernel, 1, [1, 1]);
+    for by in [Convolution::Direct, Convolution::Patches] {
+        let what = format!("conv2d of a pixel by {by:?}");
+        check(&what, &[&pixel, &kernel], &expected, |_, t| {
+            let x = t[0].permute([0, 3, 1, 2]);
+            x.conv2d_by(t[1], 1, [1, 1], by)
+        });
     }
     let batch = random(&[2, 3, 5, 4], 27);
     let kernel = random(&[2, 3, 3, 3], 28);
