@@ -1,0 +1,85 @@
+"""What diffusers takes for what the program `vae` did last: the same files, the same input, the same threads.
+
+    cargo run --release -p sd-benches --bin vae -- --model wan21 --size 832x480 --frames 17 --folder /tmp/vae
+    python benches/peers/vae.py --folder /tmp/vae
+
+Prints one JSON object as `vae` does, with the relative error (Euclidean norm) of the results of `vae` against these. Bytes on a
+GPU are the most that torch's allocator held; on a processor what the process had resident beyond what it had before.
+"""
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLQwenImage21, AutoencoderKLWan
+from safetensors.torch import load_file
+
+CLASSES = {"wan21": AutoencoderKLWan, "wan22": AutoencoderKLWan, "qwen21": AutoencoderKLQwenImage21}
+
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@torch.inference_mode()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--type", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--tile", action="store_true", help="with diffusers' own tiles")
+    parser.add_argument("--runs", type=int, help="as many as `vae` did unless given")
+    arguments = parser.parse_args()
+    last = json.loads((arguments.folder / "last.json").read_text())
+    folder = Path(last["folder"])
+    torch.set_num_threads(last["threads"])
+    on_gpu = arguments.device != "cpu"
+
+    dtype = getattr(torch, arguments.type)
+    before = resident()
+    vae = CLASSES[last["model"]].from_pretrained(folder, torch_dtype=dtype).to(arguments.device)
+    if arguments.tile:
+        vae.enable_tiling()
+    # [frames, channels, height, width] -> [1, channels, frames, height, width]
+    load = lambda name: load_file(folder / f"{name}.safetensors")["latents"]
+    given = load("input").transpose(0, 1)[None].to(arguments.device, dtype)
+
+    def run():
+        if last["task"] == "decode":
+            return vae.decode(given).sample
+        return vae.encode(given).latent_dist.mode()
+
+    seconds = []
+    runs = len(last["runs"]) if arguments.runs is None else arguments.runs
+    for number in range(runs + 1):
+        begin = time.perf_counter()
+        result = run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        if number > 0:
+            seconds.append(round(time.perf_counter() - begin, 4))
+    result = result[0].transpose(0, 1).float().cpu()
+    theirs = load("result")
+    error = ((theirs - result).norm() / result.norm()).item()
+    print(
+        json.dumps(
+            {
+                "program": "diffusers",
+                **{key: last[key] for key in ["task", "model", "width", "height", "frames"]},
+                "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+                "threads": torch.get_num_threads(),
+                "type": arguments.type,
+                "seconds": sorted(seconds)[len(seconds) // 2] if seconds else None,
+                "runs": seconds,
+                "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else resident() - before,
+                "error_of_sd": error,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
