@@ -10,6 +10,7 @@
 mod corpus;
 mod fixtures;
 mod noise;
+mod picture_tiles;
 mod placement;
 mod prefix;
 mod prompt;
