@@ -61,6 +61,9 @@ struct Arguments {
     /// Threads that compute on the processor.
     #[arg(long, default_value_t = 2)]
     threads: usize,
+    /// Say how much memory it would take, and do nothing.
+    #[arg(long)]
+    plan: bool,
     /// Runs that are measured, after one to warm up.
     #[arg(long, default_value_t = 3)]
     runs: usize,
@@ -132,6 +135,24 @@ fn main() -> Result<()> {
         width % scale == 0 && height % scale == 0,
         "sides must be multiples of {scale} pixels"
     );
+    if arguments.plan {
+        let fit = match arguments.encode {
+            true => vae.fit_encoding(&backend, arguments.frames, (height, width), work)?,
+            false => {
+                let frames = config.latent_frames(arguments.frames);
+                vae.fit_decoding(&backend, frames, (height / scale, width / scale), work)?
+            }
+        };
+        println!(
+            "{}",
+            json!({
+                "bytes": fit.bytes,
+                "tile": fit.tile.map(|tile| tile * scale),
+                "smallest": fit.smallest,
+            })
+        );
+        return Ok(());
+    }
     let input = match arguments.encode {
         true => clip([arguments.frames, config.channels(), height, width], 0.5),
         false => clip(

@@ -142,14 +142,19 @@ pub(crate) fn lower(
         }
         slots.push((Slot::Stored(number), target));
     }
+    // Likewise, so that what states are to hold does not wait for the end of the graph in all that it is a part of.
+    let late = match segment.is_last {
+        true => lower_kept(recording, &arena, graph, &tensors)?,
+        false => Vec::new(),
+    };
     let keep = |&id: &TensorId| Ok((id, result(id)?));
     let kept = segment.keeps.iter().map(keep).collect::<Result<_, _>>()?;
     let outputs = match segment.is_last {
         true => recording.outputs.iter().map(|o| result(o.tensor)).collect(),
         false => Ok(Vec::new()),
     }?;
-    if segment.is_last {
-        lower_kept(recording, &arena, graph, &tensors)?;
+    for (state, value) in late {
+        write_state(&arena, graph, state, value)?;
     }
     Ok(Lowered {
         slots: with_views(slots, graph),
@@ -191,18 +196,18 @@ fn with_views(slots: Vec<(Slot, RawTensor)>, graph: *mut sys::ggml_cgraph) -> Ve
     found
 }
 
-/// Puts what states are to hold behind everything else: first all new values, so that whoever reads a state comes before
-/// it is written, then the writing.
+/// Computes what states are to hold, and writes it where all that read the state come before. Gives the other states and
+/// their values, which are to be written behind everything else.
 fn lower_kept(
     recording: &Recording,
     arena: &Arena,
     graph: *mut sys::ggml_cgraph,
     tensors: &[Option<RawTensor>],
-) -> Result<(), ArenaFull> {
-    let mut writes = Vec::with_capacity(recording.kept.len());
-    for &(state, value) in &recording.kept {
+) -> Result<Vec<(RawTensor, RawTensor)>, ArenaFull> {
+    let mut late = Vec::new();
+    for &(state_id, value_id) in &recording.kept {
         let at = |id: TensorId| tensors[id.index()].ok_or(ArenaFull);
-        let (state, mut value) = (at(state)?, at(value)?);
+        let (state, mut value) = (at(state_id)?, at(value_id)?);
         // SAFETY: all tensors are live and the graph holds their nodes (`capacity` in `lower`); room is taken first.
         unsafe {
             // A view may be one of the state itself, which is about to be overwritten.
@@ -212,30 +217,74 @@ fn lower_kept(
             }
             sys::ggml_build_forward_expand(graph, value.as_ptr());
         }
-        writes.push((state, value));
-    }
-    for (state, value) in writes {
-        arena.take(2)?;
-        // SAFETY: as above. The value has the state's sizes but for the outermost, which is no larger (`shape::keep`), so
-        // the view lies within the state; both are contiguous and F32.
-        unsafe {
-            let (ne, nb) = (value.as_ref().ne, state.as_ref().nb);
-            let part = sys::ggml_view_4d(
-                arena.as_ptr(),
-                state.as_ptr(),
-                ne[0],
-                ne[1],
-                ne[2],
-                ne[3],
-                nb[1],
-                nb[2],
-                nb[3],
-                0,
-            );
-            let part = non_null(part)?;
-            let write = sys::ggml_cpy(arena.as_ptr(), value.as_ptr(), part.as_ptr());
-            sys::ggml_build_forward_expand(graph, non_null(write)?.as_ptr());
+        if is_read_before(recording, state_id, value_id) {
+            write_state(arena, graph, state, value)?;
+        } else {
+            late.push((state, value));
         }
+    }
+    Ok(late)
+}
+
+/// Whether `value` is made of everything that reads `state`, so that in whatever order nodes run none reads it afterwards.
+fn is_read_before(recording: &Recording, state: TensorId, value: TensorId) -> bool {
+    let mut is_made_of = vec![false; recording.nodes.len()];
+    let mut open = vec![value];
+    while let Some(id) = open.pop() {
+        if !std::mem::replace(&mut is_made_of[id.index()], true) {
+            open.extend(&recording.node(id).sources);
+        }
+    }
+    // Sources come before what is made of them.
+    let mut shows = vec![false; recording.nodes.len()];
+    for (index, node) in recording.nodes.iter().enumerate() {
+        let sees = node.sources.iter().any(|source| shows[source.index()]);
+        shows[index] = index == state.index() || (sees && node.op.is_view());
+        if sees && !node.op.is_view() && !is_made_of[index] {
+            return false;
+        }
+    }
+    // What is written twice is written in order.
+    let again = recording.kept.iter().filter(|(other, _)| *other == state);
+    if again.count() > 1 {
+        return false;
+    }
+    // What is a view is copied where it is asked for.
+    let outputs = recording.outputs.iter().map(|output| output.tensor);
+    let others = recording.kept.iter().filter(|(_, other)| *other != value);
+    let stored = recording.stores.iter().map(|store| store.value);
+    let mut copied = outputs.chain(stored).chain(others.map(|(_, other)| *other));
+    copied.all(|id| !shows[id.index()])
+}
+
+/// Adds the writing of `value` to `state`.
+fn write_state(
+    arena: &Arena,
+    graph: *mut sys::ggml_cgraph,
+    state: RawTensor,
+    value: RawTensor,
+) -> Result<(), ArenaFull> {
+    arena.take(2)?;
+    // SAFETY: both tensors are live and the graph holds their nodes (`capacity` in `lower`); room was taken. The value has
+    // the state's sizes but for the outermost, which is no larger (`shape::keep`), so the view lies within the state; both
+    // are contiguous and F32.
+    unsafe {
+        let (ne, nb) = (value.as_ref().ne, state.as_ref().nb);
+        let part = sys::ggml_view_4d(
+            arena.as_ptr(),
+            state.as_ptr(),
+            ne[0],
+            ne[1],
+            ne[2],
+            ne[3],
+            nb[1],
+            nb[2],
+            nb[3],
+            0,
+        );
+        let part = non_null(part)?;
+        let write = sys::ggml_cpy(arena.as_ptr(), value.as_ptr(), part.as_ptr());
+        sys::ggml_build_forward_expand(graph, non_null(write)?.as_ptr());
     }
     Ok(())
 }

@@ -279,6 +279,53 @@ fn states_stay_between_runs_and_are_written_last() {
     }
 }
 
+/// Layers that look back at what they kept: each writes it as soon as it is there, so that many layers compute in the memory
+/// of a few.
+#[test]
+fn what_is_kept_does_not_wait_for_the_end() {
+    for mut backend in backends() {
+        let (frames, size) = (4, 64 * 64);
+        let states: Vec<State> = (0..12)
+            .map(|layer| State::new(format!("{layer}"), Shape::new(&[2, 64, 64]).unwrap()))
+            .collect();
+        let build = |layers: usize| {
+            let states = &states;
+            move |g: Graph<'_>| {
+                let mut x = g.input::<f32>("x", [frames, 64, 64]);
+                for state in &states[..layers] {
+                    let seen = g.state(state).concat(x, 0);
+                    g.keep(state, seen.slice(0, frames, 2));
+                    // Half of the frame itself, and half of that two frames before.
+                    x = (seen.slice(0, 2, frames) + seen.slice(0, 0, frames)) * 0.5;
+                }
+                g.output("y", x);
+            }
+        };
+        let bytes = |layers| Estimate::of(&backend, build(layers)).unwrap().compute_bytes;
+        let (few, many) = (bytes(3), bytes(12));
+        assert!(many <= few + 2 * size * 4, "{few} {many}");
+
+        State::allocate(&states, &backend).unwrap();
+        let mut plan = Plan::build(&backend, build(12)).unwrap();
+        let mut seen = Vec::new();
+        for chunk in 0..4 {
+            let frame = |frame: usize| vec![f32::from(chunk == 0 && frame == 0); size as usize];
+            let values: Vec<f32> = (0..frames).flat_map(frame).collect();
+            plan.set("x", &values).unwrap();
+            plan.run(&mut backend, &Cancel::new()).unwrap();
+            let y = plan.read::<f32>("y").unwrap();
+            seen.extend(y.chunks_exact(size as usize).map(|frame| frame[7]));
+        }
+        // The binomial coefficients of 12, on every other frame.
+        for (index, is) in seen.iter().enumerate() {
+            let step = index / 2;
+            let ways = (0..step).fold(1.0, |ways, k| ways * (12 - k) as f32 / (k + 1) as f32);
+            let should = if index % 2 == 0 { ways / 4096.0 } else { 0.0 };
+            assert!((is - should).abs() < 1e-6, "{index}: {is}, not {should}");
+        }
+    }
+}
+
 #[test]
 fn states_are_on_the_account_until_nobody_has_them() {
     let backend = backends().next().unwrap();
