@@ -16,15 +16,23 @@ pub(crate) fn patched(from: &Path, to: &Path, patch_folder: Option<&Path>) -> Re
         Some(folder) => patches::read(folder)?,
         None => Vec::new(),
     };
-    let wanted = source::files(from)?;
+    let mut wanted = source::files(from)?;
+    let mut added = Vec::new();
     for patch in &patches {
-        if !wanted.contains(&patch.file) {
-            return Err(patch.misfit("that file is not in the source"));
+        match (patch.is_new, wanted.contains(&patch.file)) {
+            (false, false) => return Err(patch.misfit("that file is not in the source")),
+            (true, true) => return Err(patch.misfit("that file is in the source already")),
+            (true, false) => added.push(patch.file.clone()),
+            (false, true) => {}
         }
     }
+    wanted.extend(added.iter().cloned());
     for file in &wanted {
         let path = from.join(file);
-        let mut content = fs::read(&path).map_err(|error| Failure::io("read", &path, &error))?;
+        let mut content = match added.contains(file) {
+            true => Vec::new(),
+            false => fs::read(&path).map_err(|error| Failure::io("read", &path, &error))?,
+        };
         for patch in patches.iter().filter(|patch| &patch.file == file) {
             content = patch.apply(&content)?;
         }

@@ -9,8 +9,10 @@ use crate::failure::{Failure, Result};
 pub(crate) struct Patch {
     /// The patch's own file name, for messages.
     name: String,
-    /// The file it changes, relative to ggml's root.
+    /// The file it changes or adds, relative to ggml's root.
     pub(crate) file: PathBuf,
+    /// Whether it adds that file.
+    pub(crate) is_new: bool,
     diff: String,
 }
 
@@ -51,7 +53,8 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Patch>> {
     Ok(patches)
 }
 
-/// Splits a patch file at its `--- a/...` lines; what stands before the first one is the reason, for people.
+/// Splits a patch file at its `--- a/...` lines, or `--- /dev/null` where it adds a file; what stands before the first one
+/// is the reason, for people.
 fn parse(path: &Path) -> Result<Vec<Patch>> {
     let name = path
         .file_name()
@@ -60,12 +63,18 @@ fn parse(path: &Path) -> Result<Vec<Patch>> {
         .into_owned();
     let text = fs::read_to_string(path).map_err(|error| Failure::io("read", path, &error))?;
     let mut patches: Vec<Patch> = Vec::new();
-    for line in text.split_inclusive('\n') {
-        if let Some(file) = line.strip_prefix("--- a/") {
-            let file = PathBuf::from(file.trim_end());
+    let mut lines = text.split_inclusive('\n').peekable();
+    while let Some(line) = lines.next() {
+        let next = lines.peek().copied().unwrap_or_default();
+        let added = match line.trim_end() {
+            "--- /dev/null" => next.strip_prefix("+++ b/"),
+            _ => None,
+        };
+        if let Some(file) = line.strip_prefix("--- a/").or(added) {
             patches.push(Patch {
                 name: name.clone(),
-                file,
+                file: PathBuf::from(file.trim_end()),
+                is_new: added.is_some(),
                 diff: String::new(),
             });
         }
