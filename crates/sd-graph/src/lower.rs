@@ -4,6 +4,7 @@
 //! the graph was recorded; what it asserts about layout in memory (contiguous rows, contiguous tensors) is met here, by
 //! copying where a view does not fit.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 use sd_backend::{Backend, DType, DeviceKind};
@@ -17,6 +18,9 @@ use crate::segment::Segment;
 
 /// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
 const TENSORS_PER_OPERATION: usize = 16;
+
+/// Fewer rows than these are multiplied in F32 by kernels of their own.
+const FEWEST_HALVED_ROWS: i64 = 32;
 
 /// A segment in ggml's form, not yet in memory.
 #[derive(Debug)]
@@ -75,6 +79,7 @@ pub(crate) fn lower(
     let mut tensors: Vec<Option<RawTensor>> = vec![None; recording.nodes.len()];
     let mut leaves = Vec::new();
     let mut slots = Vec::new();
+    let halved = RefCell::default();
     for &id in &segment.nodes {
         let node = recording.node(id);
         let lowered = if node.op.is_leaf() || segment.takes.binary_search(&id).is_ok() {
@@ -91,6 +96,7 @@ pub(crate) fn lower(
             Lowering {
                 arena: &arena,
                 backend,
+                halved: &halved,
             }
             .operation(node, &sources.ok_or(ArenaFull)?)?
         };
@@ -311,6 +317,8 @@ pub(crate) fn unsupported(lowered: &Lowered, backend: &Backend) -> Option<String
 struct Lowering<'a> {
     arena: &'a Arena,
     backend: &'a Backend,
+    /// What was cast to half precision for products, by what it was.
+    halved: &'a RefCell<HashMap<RawTensor, RawTensor>>,
 }
 
 impl Lowering<'_> {
@@ -527,11 +535,54 @@ impl Lowering<'_> {
             if sys::ggml_is_transposed(w.as_ptr()) {
                 w = self.copy(w)?;
             }
+            let x = self.rows(x)?;
+            if let Some(halved) = self.halved(w, x)? {
+                let product = sys::ggml_mul_mat(self.arena.as_ptr(), w.as_ptr(), halved.as_ptr());
+                if self.backend.supports(product) {
+                    return Ok(product);
+                }
+            }
             Ok(sys::ggml_mul_mat(
                 self.arena.as_ptr(),
                 w.as_ptr(),
-                self.rows(x)?.as_ptr(),
+                x.as_ptr(),
             ))
+        }
+    }
+
+    /// `x` in the type of a BF16 weight, once for all weights that it is multiplied with, where the device would cast it for
+    /// each: CUDA does.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn halved(&self, w: RawTensor, x: RawTensor) -> Result<Option<RawTensor>, ArenaFull> {
+        // SAFETY: both tensors are live; the cast has the shape of `x`.
+        unsafe {
+            let (weight, values) = (w.as_ref(), x.as_ref());
+            // A few rows are multiplied by kernels that read F32.
+            let is_wanted = weight.type_ == sys::GGML_TYPE_BF16
+                && values.type_ == sys::GGML_TYPE_F32
+                && values.ne[1] >= FEWEST_HALVED_ROWS
+                && self.backend.device().backend_name() == "CUDA";
+            if !is_wanted {
+                return Ok(None);
+            }
+            let mut halved = self.halved.borrow_mut();
+            if let Some(found) = halved.get(&x) {
+                return Ok(Some(*found));
+            }
+            let cast = sys::ggml_cast(self.arena.as_ptr(), self.whole(x)?.as_ptr(), weight.type_);
+            let cast = non_null(cast)?;
+            if !self.backend.supports(cast.as_ptr()) {
+                return Ok(None);
+            }
+            // What the operands of a product of two share of its memory must not be used for the cast of it, so that a device may
+            // do both at once: a third source, which nobody reads, keeps it.
+            if values.op == sys::GGML_OP_MUL && (*values.src[1]).op == sys::GGML_OP_UNARY {
+                (*cast.as_ptr()).src[2] = values.src[1];
+            }
+            halved.insert(x, cast);
+            Ok(Some(cast))
         }
     }
 

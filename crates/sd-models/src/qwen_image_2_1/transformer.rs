@@ -473,8 +473,9 @@ impl SwiGlu {
     }
 
     fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        // In this order, so that nothing comes between the two steps that devices do as one.
         self.out
-            .forward(self.gate_layer.forward(x).silu() * self.proj.forward(x))
+            .forward(self.proj.forward(x) * self.gate_layer.forward(x).silu())
     }
 }
 

@@ -27,3 +27,4 @@ mod vae;
 mod wan;
 mod wan_files;
 mod wan_tiles;
+mod wide;
