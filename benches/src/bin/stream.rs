@@ -12,9 +12,7 @@
 //! `--blocks` makes a smaller model for machines with less memory.
 #![allow(clippy::print_stdout)]
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -22,6 +20,7 @@ use clap::Parser;
 use sd_backend::{
     Backend, BackendOptions, Bytes, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Residence,
 };
+use sd_benches::transformer;
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Weights,
 };
@@ -71,12 +70,8 @@ fn main() -> Result<()> {
         Device::load_backends(folder)?;
     }
     let device = Device::select(&arguments.device)?;
-    let config: TransformerConfig = serde_json::from_value(serde_json::json!({
-        "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56], "causal_condition": true,
-        "context_in_dim": 4096, "eps": 1e-6, "in_channels": 64, "mlp_ratio": 3,
-        "num_attention_heads": 32, "num_layers": arguments.blocks, "out_channels": 64, "patch_size": 1
-    }))?;
-    write(&arguments.file, &config, arguments.blocks)?;
+    let config = transformer::config(arguments.blocks)?;
+    transformer::write(&arguments.file, &config, arguments.blocks)?;
     let checkpoint = Checkpoint::open(&arguments.file)?;
     let pinned = match device.has_pinned_memory() {
         true => "pinned",
@@ -128,7 +123,7 @@ fn measure(
     (residence, percent, resident): (Residence, u64, Option<f64>),
 ) -> Result<f64> {
     let declarations = Declarations::new(checkpoint, LoadOptions::default());
-    let transformer = Transformer::new(&declarations.root(), config);
+    let module = Transformer::new(&declarations.root(), config);
     let mut weights = Weights::new(checkpoint.clone(), declarations.finish()?);
     let side = arguments.size / 16;
     let layout = Layout::text_to_image(arguments.text, side, side);
@@ -138,7 +133,7 @@ fn measure(
         let timestep = g.input::<f32>("timestep", [2, timestep_embedding(0.0).len()]);
         g.output(
             "velocity",
-            transformer.forward(g, &layout, latents, text, timestep),
+            module.forward(g, &layout, latents, text, timestep),
         );
     };
     let free = Backend::new(device, &BackendOptions::default())?;
@@ -156,12 +151,8 @@ fn measure(
     weights.load(&backend, &cancel, &mut |_: &Progress| {})?;
     let mut plan = Plan::build(&backend, graph)?;
     let loading = begin.elapsed().as_secs_f64();
-    let latents: Vec<f32> = (0..layout.image_tokens() * config.in_channels)
-        .map(|n| ((n * 37) % 257) as f32 / 128.0 - 1.0)
-        .collect();
-    let text: Vec<f32> = (0..layout.text_tokens() * config.context_in_dim)
-        .map(|n| ((n * 31) % 257) as f32 / 128.0 - 1.0)
-        .collect();
+    let latents = transformer::numbers(layout.image_tokens() * config.in_channels, 0);
+    let text = transformer::numbers(layout.text_tokens() * config.context_in_dim, 1);
     let mut seconds = Vec::new();
     let mut last = None;
     for run in 0..=arguments.runs {
@@ -201,67 +192,4 @@ fn measure(
         loading
     );
     Ok(call)
-}
-
-/// Writes a checkpoint that the transformer of `config` can be loaded from.
-fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<()> {
-    let dim = config.inner_dim();
-    let inner = 3 * dim;
-    let mut tensors = vec![
-        (
-            "time_text_embed.timestep_embedder.linear_1".to_owned(),
-            vec![dim, 256],
-        ),
-        (
-            "time_text_embed.timestep_embedder.linear_2".to_owned(),
-            vec![dim, dim],
-        ),
-        ("txt_in.text_norm".to_owned(), vec![4096]),
-        ("txt_in.in_layer".to_owned(), vec![dim, 4096]),
-        ("txt_in.out_layer".to_owned(), vec![dim, dim]),
-        ("img_in".to_owned(), vec![dim, 64]),
-        ("modulation.1".to_owned(), vec![4 * dim, dim]),
-        ("norm_out.linear".to_owned(), vec![dim, dim]),
-        ("proj_out".to_owned(), vec![64, dim]),
-    ];
-    for block in 0..blocks {
-        let name = |part: &str| format!("transformer_blocks.{block}.{part}");
-        for part in ["to_q", "to_k", "to_v", "to_out.0"] {
-            tensors.push((name(&format!("attn.{part}")), vec![dim, dim]));
-        }
-        tensors.push((name("attn.norm_q"), vec![128]));
-        tensors.push((name("attn.norm_k"), vec![128]));
-        tensors.push((name("img_mlp.proj"), vec![inner, dim]));
-        tensors.push((name("img_mlp.gate_layer"), vec![inner, dim]));
-        tensors.push((name("img_mlp.out"), vec![dim, inner]));
-    }
-    let mut offset = 0;
-    let mut header = serde_json::Map::new();
-    for (name, shape) in tensors {
-        let end = offset + shape.iter().product::<usize>() * 2;
-        let entry =
-            serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]});
-        header.insert(format!("{name}.weight"), entry);
-        offset = end;
-    }
-    let mut header = serde_json::to_vec(&header)?;
-    header.resize((header.len() + 8).next_multiple_of(64) - 8, b' ');
-    let mut file = BufWriter::with_capacity(1 << 22, File::create(path)?);
-    file.write_all(&(header.len() as u64).to_le_bytes())?;
-    file.write_all(&header)?;
-    let mut state = 1_u32;
-    // Numbers around 1/64 of both signs, 32 MiB of them again and again.
-    let block: Vec<u8> = (0..16 << 20)
-        .flat_map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (((state >> 16) as u16 & 0x807f) | 0x3c00).to_le_bytes()
-        })
-        .collect();
-    while offset > 0 {
-        let part = offset.min(block.len());
-        file.write_all(&block[..part])?;
-        offset -= part;
-    }
-    file.flush()?;
-    Ok(())
 }

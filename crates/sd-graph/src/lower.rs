@@ -135,6 +135,7 @@ pub(crate) fn lower(
         let lowering = Lowering {
             arena: &arena,
             backend,
+            halved: &halved,
         };
         // SAFETY: all tensors are live and the graph holds their nodes (`capacity`); room is taken first. The target has
         // the value's shape and is contiguous; rows that become blocks are whole ones (`storable`) and contiguous.
