@@ -314,10 +314,17 @@ fn a_huge_picture_is_refused_before_memory_is_taken() {
         "16384",
         "-H",
         "16384",
+        // Not what this machine has: a large one would begin.
+        "--memory-budget",
+        "512MiB",
         "--steps",
         "1",
     ];
-    assert_refused(folder.path(), &arguments, &["out of memory on CPU", "free"]);
+    assert_refused(
+        folder.path(),
+        &arguments,
+        &["out of memory on CPU", "budget of 512.00 MiB", "would do"],
+    );
 }
 
 #[test]

@@ -103,25 +103,20 @@ fn several_devices_give_the_bytes_of_one() {
     let checkpoint = file(folder.path());
     let expected = [0, 1].map(|seed| expected(&checkpoint, seed));
     let (all, work) = needs(&checkpoint);
-    let devices = [
-        fake("One").device(),
-        Device::cpu().unwrap(),
-        fake("Two").device(),
-    ];
+    let fakes = ["One", "Two", "Three"].map(|name| fake(name).device());
+    // The processor among them without a bound: what it loads passes through as much memory as it has threads.
+    let mixed = [fakes[0], Device::cpu().unwrap(), fakes[2]];
     let none = 0;
-    for (residence, bytes, parts) in [
-        (Residence::Device, [all / 2, all / 2, all / 4], 3),
-        (Residence::Device, [none, all * 3 / 2, none], 1),
-        (Residence::Device, [all * 3 / 4, all / 2, none], 2),
-        (Residence::Host, [all / 4, all / 4, all / 5], 3),
-        (Residence::Disk, [all / 4, none, all / 5], 2),
+    let ample = 1 << 30;
+    for (devices, residence, bytes, parts) in [
+        (fakes, Residence::Device, [all / 2, all / 2, all / 4], 3),
+        (fakes, Residence::Device, [none, all * 3 / 2, none], 1),
+        (fakes, Residence::Device, [all * 3 / 4, all / 2, none], 2),
+        (mixed, Residence::Device, [ample; 3], 3),
+        (fakes, Residence::Host, [all / 4, all / 4, all / 5], 3),
+        (fakes, Residence::Disk, [all / 4, none, all / 5], 2),
     ] {
         let granted = bytes.map(|bytes| if bytes == none { 0 } else { bytes + 2 * work });
-        let mut devices = devices;
-        if residence == Residence::Disk {
-            // What weights pass through on their way from a file is the processor's, and is not to be short.
-            devices[1] = fake("Instead").device();
-        }
         let granted: Vec<(Device, u64)> = devices.into_iter().zip(granted).collect();
         let mut loaded = Loaded::new(&checkpoint, residence, &granted);
         let shares = loaded.split.shares();
