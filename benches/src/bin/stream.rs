@@ -53,6 +53,9 @@ struct Arguments {
     /// Where the weights come from that the budget has no room for: `host`, `disk`.
     #[arg(long, value_delimiter = ',', value_parser = residence, default_value = "host,disk")]
     from: Vec<Residence>,
+    /// Leave out the line with all weights on the device, where they do not fit.
+    #[arg(long)]
+    without_resident: bool,
     /// Parts of the weights that the budgets have room for, beside all.
     #[arg(long, value_delimiter = ',', default_values_t = [50, 25, 10])]
     percent: Vec<u64>,
@@ -104,10 +107,14 @@ fn main() -> Result<()> {
         let case = (residence, percent, resident);
         measure(&arguments, &config, &checkpoint, device, case)
     };
-    let resident = case(Residence::Device, 100, None)?;
+    let mut first = match arguments.without_resident {
+        true => None,
+        false => Some(case(Residence::Device, 100, None)?),
+    };
     for &residence in &arguments.from {
         for &percent in &arguments.percent {
-            case(residence, percent, Some(resident))?;
+            let call = case(residence, percent, first)?;
+            first = first.or(Some(call));
         }
     }
     std::fs::remove_file(&arguments.file)?;
@@ -177,6 +184,12 @@ fn measure(
     seconds.sort_by(f64::total_cmp);
     let call = seconds[seconds.len() / 2];
     let report = last.context("no run")?;
+    anyhow::ensure!(
+        report.most.total() <= budget,
+        "{} were held of a budget of {}",
+        Bytes(report.most.total()),
+        Bytes(budget)
+    );
     println!(
         "{:>6} {:>4}% {:>10} {:9.3} {:7.2} {:9.3} {:>12} {:7.1} {:>12} {:>9} {:9.1}",
         residence.to_string(),
