@@ -309,10 +309,6 @@ impl QwenImage21 {
     ///
     /// # Errors
     /// The engine's.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "what a step is of, and what belongs to a run"
-    )]
     pub fn velocities(
         &mut self,
         backend: &mut Backend,
