@@ -62,6 +62,11 @@ impl Reporter for Display {
                 self.show(*done, *total);
                 self.line(&format!("{} {done}/{total}", self.stage));
             }
+            Progress::Segment { done, total, .. } => {
+                if let Some(bar) = &self.bar {
+                    bar.set_message(format!("{} ({done}/{total})", self.stage));
+                }
+            }
             _ => {}
         }
     }

@@ -302,7 +302,8 @@ impl QwenImage21 {
     }
 
     /// As [`QwenImage21::velocity`] for each of `conditions`, and what it took. Weights that come and go do so once for all
-    /// conditions; `progress` hears of those that are loaded to stay.
+    /// conditions; `progress` hears of those that are loaded to stay, and of
+    /// segments.
     ///
     /// Where `step` says so, the first call for a condition keeps the keys and values of its tokens with it, and later ones
     /// compute the picture's alone, until [`QwenImage21::release_prefix`].
@@ -364,7 +365,7 @@ impl QwenImage21 {
             for ((plan, condition), (call, cache)) in plans.iter_mut().zip(conditions).zip(&calls) {
                 set_inputs(plan, call, condition, latents, step.timestep, cache)?;
             }
-            let run = Plan::run_together(&mut plans, backend, cancel, &mut |_: &Progress| {})?;
+            let run = Plan::run_together(&mut plans, backend, cancel, progress)?;
             report.weight_bytes = run.weight_bytes;
             for plan in plans {
                 velocities.push(plan.read("velocity")?);
@@ -383,7 +384,7 @@ impl QwenImage21 {
                     |g| graph(call, g),
                 )?;
                 set_inputs(plan, call, condition, latents, step.timestep, cache)?;
-                plan.run(backend, cancel)?;
+                plan.run_with(backend, cancel, progress)?;
                 velocities.push(plan.read("velocity")?);
             }
         }
