@@ -34,6 +34,7 @@ mod graph;
 mod load;
 mod load_plan;
 mod lower;
+mod lowering;
 mod op;
 mod ops;
 mod param;

@@ -4,6 +4,7 @@ mod animation;
 mod builder;
 mod canvas;
 mod config;
+mod denoising;
 mod error;
 mod frame_rate;
 mod image;

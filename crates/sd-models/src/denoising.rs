@@ -1,0 +1,153 @@
+//! The loop over the steps of a schedule, from noise to latents.
+
+use sd_backend::{Backend, Component, DType};
+use sd_graph::{Cancel, Progress, Relief, Reporter, with_relief};
+
+use crate::error::{Error, Result};
+use crate::noise;
+use crate::qwen_image_2_1::{Canvas, Condition, QwenImage21, Step};
+use crate::request::GenerateReport;
+use crate::schedule::Schedule;
+
+/// The loop over the steps of a schedule.
+pub(crate) struct Denoising<'r> {
+    pub model: &'r mut QwenImage21,
+    pub backend: &'r mut Backend,
+    pub cancel: &'r Cancel,
+    pub canvas: Canvas,
+    /// The type in which keys and values of the conditions are kept, as long as they are.
+    pub prefix: Option<DType>,
+    /// Other parts on this device.
+    pub idle: &'r [Component],
+    pub took: Took,
+}
+
+/// What the steps took.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Took {
+    pub streamed_bytes: u64,
+    pub prefix_bytes: u64,
+    pub stores: usize,
+    pub reads: usize,
+}
+
+impl Relief for Denoising<'_> {
+    fn release_plans(&mut self) -> bool {
+        self.model.drop_plans()
+    }
+
+    fn evict_weights(&mut self) -> bool {
+        evict(self.model, self.idle)
+    }
+
+    fn drop_caches(&mut self) -> bool {
+        let was_kept = self.prefix.take().is_some();
+        if was_kept {
+            tracing::warn!(
+                "too little memory to keep keys and values of the prompt; they are computed at every step of this picture"
+            );
+        }
+        self.model.drop_prefixes() || was_kept
+    }
+}
+
+/// Takes the weights of `parts` out of memory, and says whether any were there.
+pub(crate) fn evict(model: &mut QwenImage21, parts: &[Component]) -> bool {
+    let mut had_any = false;
+    for &part in parts {
+        had_any |= model.weights(part).device_bytes() > 0;
+        model.evict(part);
+    }
+    had_any
+}
+
+impl Denoising<'_> {
+    /// From noise to latents `[tokens, channels]`.
+    pub(crate) fn denoise(
+        &mut self,
+        condition: &Condition,
+        negative: Option<&Condition>,
+        plan: &GenerateReport,
+        schedule: &Schedule,
+        progress: &mut dyn Reporter,
+    ) -> Result<Vec<f32>> {
+        let mut latents = starting_latents(
+            plan.seed,
+            self.canvas.tokens(),
+            self.model.latent_channels(),
+        );
+        for step in 0..schedule.steps() {
+            self.cancel.check().map_err(sd_graph::Error::from)?;
+            let timestep = schedule.timestep(step) / 1000.0;
+            let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
+            let mut velocities = self.velocities(&conditions, &latents, timestep, progress)?;
+            if let (Some(negative), Some(velocity)) = (
+                negative.and_then(|_| velocities.pop()),
+                velocities.first_mut(),
+            ) {
+                guide(velocity, &negative, plan.guidance);
+            }
+            let velocity = velocities.pop().unwrap_or_default();
+            schedule.euler_step(step, &mut latents, &velocity);
+            if !latents.iter().all(|value| value.is_finite()) {
+                return Err(Error::NotFinite { step: step + 1 });
+            }
+            progress.report(&Progress::Step {
+                done: step + 1,
+                total: schedule.steps(),
+            });
+        }
+        Ok(latents)
+    }
+
+    /// One call for each condition. If memory runs out, once more without what is kept between steps.
+    fn velocities(
+        &mut self,
+        conditions: &[&Condition],
+        latents: &[f32],
+        timestep: f32,
+        progress: &mut dyn Reporter,
+    ) -> Result<Vec<Vec<f32>>> {
+        let (velocities, report) = with_relief(self, |run| {
+            let step = Step {
+                canvas: run.canvas,
+                timestep,
+                prefix: run.prefix,
+            };
+            let cancel = run.cancel;
+            run.model
+                .velocities(run.backend, conditions, latents, step, cancel, progress)
+        })?;
+        if report.is_incomplete {
+            self.prefix = None;
+            tracing::warn!(
+                "keys and values of the prompt were not stored as a whole; they are computed at every step"
+            );
+        }
+        let device = self.backend.device();
+        let kept = conditions
+            .iter()
+            .map(|condition| condition.prefix_bytes(device));
+        self.took.prefix_bytes = self.took.prefix_bytes.max(kept.sum());
+        self.took.streamed_bytes += report.weight_bytes;
+        self.took.stores += report.stored;
+        self.took.reads += report.read;
+        Ok(velocities)
+    }
+}
+
+/// Noise for `tokens` latent pixels, `[tokens, channels]`, drawn plane by plane as the reference does.
+fn starting_latents(seed: u64, tokens: usize, channels: usize) -> Vec<f32> {
+    let planes = noise::normal(seed, tokens * channels);
+    (0..tokens)
+        .flat_map(|token| (0..channels).map(move |channel| (token, channel)))
+        .map(|(token, channel)| planes[channel * tokens + token])
+        .collect()
+}
+
+/// `velocity = negative + guidance * (velocity - negative)`.
+fn guide(velocity: &mut [f32], negative: &[f32], guidance: f32) {
+    for (velocity, negative) in velocity.iter_mut().zip(negative) {
+        *velocity = negative + guidance * (*velocity - negative);
+    }
+}
