@@ -77,6 +77,15 @@ pub(crate) struct Node {
     pub dtype: DType,
 }
 
+impl Node {
+    /// Bytes of its elements, one behind the other.
+    pub(crate) fn bytes(&self) -> usize {
+        let inner = self.shape.inner();
+        let row = self.dtype.row_bytes(inner).unwrap_or(0);
+        row.saturating_mul(self.shape.elements() / inner.max(1))
+    }
+}
+
 /// A value that a plan is given before each run.
 #[derive(Debug, Clone)]
 pub(crate) struct Named {

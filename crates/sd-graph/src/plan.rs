@@ -325,10 +325,7 @@ impl Plan {
     /// As [`Plan::read`], whatever type it is.
     pub(crate) fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
         let (index, id) = find(&self.recording.outputs, "output", name)?;
-        let node = self.recording.node(id);
-        let inner = node.shape.inner();
-        let rows = node.shape.elements() / inner;
-        let mut bytes = vec![0; node.dtype.row_bytes(inner).unwrap_or(0) * rows];
+        let mut bytes = vec![0; self.recording.node(id).bytes()];
         self.read_into(name, index, &mut bytes)?;
         Ok(bytes)
     }

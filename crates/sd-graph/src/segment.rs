@@ -430,15 +430,8 @@ impl<'r> Cutting<'r> {
                 let op = &self.recording.node(source).op;
                 !matches!(op, Op::Input | Op::Constant(_) | Op::Cached(_))
             })
-            .map(|source| self.bytes(source))
+            .map(|source| self.recording.node(source).bytes())
             .sum();
-        made_from.saturating_mul(2) <= self.bytes(id)
-    }
-
-    fn bytes(&self, id: TensorId) -> usize {
-        let node = self.recording.node(id);
-        let inner = node.shape.inner();
-        let row = node.dtype.row_bytes(inner).unwrap_or(0);
-        row.saturating_mul(node.shape.elements() / inner.max(1))
+        made_from.saturating_mul(2) <= node.bytes()
     }
 }
