@@ -159,6 +159,7 @@ impl Loaded<'_> {
         prefix.extend(std::iter::repeat_n(picture, references));
         prefix.push(Segment::Text(arguments.text - arguments.text / 2));
         let layout = Layout::new(prefix, side, side);
+        let inputs = Inputs::new(&layout, self.config);
         let mut cases = Vec::new();
         let kept = arguments.prefix.iter().map(|&dtype| Some(dtype));
         for kept in [None].into_iter().chain(kept) {
@@ -170,7 +171,7 @@ impl Loaded<'_> {
                 self.call(
                     &mut plan,
                     &mut backend,
-                    &layout,
+                    &inputs,
                     Prefix::Store(dtype),
                     &cache,
                 )?;
@@ -181,7 +182,7 @@ impl Loaded<'_> {
             let mut velocity = Vec::new();
             for run in 0..=arguments.runs {
                 let begin = Instant::now();
-                (velocity, _) = self.call(&mut plan, &mut backend, &layout, prefix, &cache)?;
+                (velocity, _) = self.call(&mut plan, &mut backend, &inputs, prefix, &cache)?;
                 if run > 0 {
                     seconds.push(begin.elapsed().as_secs_f64());
                 }
@@ -239,30 +240,43 @@ impl Loaded<'_> {
         &self,
         plan: &mut Plan,
         backend: &mut Backend,
-        layout: &Layout,
+        inputs: &Inputs,
         prefix: Prefix,
         cache: &RunnerCache,
     ) -> Result<(Vec<f32>, RunReport)> {
-        let channels = self.config.in_channels;
-        let latents = transformer::numbers(layout.image_tokens() * channels, 0);
         let timestep = [timestep_embedding(0.5), timestep_embedding(0.0)];
         plan.set("timestep", timestep.as_flattened())?;
-        match prefix {
-            Prefix::Read(_) => {
-                let target = latents.len() - layout.target_tokens() * channels;
-                plan.set("latents", &latents[target..])?;
-            }
-            _ => {
-                let text = layout.text_tokens() * self.config.context_in_dim;
-                plan.set("latents", &latents)?;
-                plan.set("text", &transformer::numbers(text, 1))?;
-            }
+        if let Prefix::Read(_) = prefix {
+            plan.set("latents", &inputs.latents[inputs.references..])?;
+        } else {
+            plan.set("latents", &inputs.latents)?;
+            plan.set("text", &inputs.text)?;
         }
         if prefix != Prefix::Compute {
             plan.attach(cache)?;
         }
         let report = plan.run(backend, &Cancel::new())?;
         Ok((plan.read("velocity")?, report))
+    }
+}
+
+/// What every call of a layout is given, made before any is timed.
+struct Inputs {
+    latents: Vec<f32>,
+    /// How many of them are those of reference pictures.
+    references: usize,
+    text: Vec<f32>,
+}
+
+impl Inputs {
+    fn new(layout: &Layout, config: &TransformerConfig) -> Inputs {
+        let of = |tokens: usize| tokens * config.in_channels;
+        let text = layout.text_tokens() * config.context_in_dim;
+        Inputs {
+            latents: transformer::numbers(of(layout.image_tokens()), 0),
+            references: of(layout.image_tokens() - layout.target_tokens()),
+            text: transformer::numbers(text, 1),
+        }
     }
 }
 
