@@ -17,15 +17,15 @@ use crate::param::Place;
 use crate::raw::{RawTensor, bytes_on};
 use crate::segment::Segment;
 use crate::slots::Slots;
-use crate::workspace::Workspace;
+use crate::workspace::{Layout, Workspace};
 
 /// Segments in ggml's form, measured for one device. Nothing is allocated.
 #[derive(Debug)]
 pub(crate) struct Draft {
     segments: Vec<Segment>,
     lowered: Vec<Lowered>,
-    /// Bytes that each segment computes in.
-    sizes: Vec<usize>,
+    /// Where each segment computes.
+    layouts: Vec<Layout>,
     /// What lies outside of what is computed in: constants first, then inputs, then slots. Bytes.
     constants: Vec<(TensorId, usize)>,
     inputs: Vec<(TensorId, usize)>,
@@ -69,7 +69,7 @@ impl Draft {
         let is_whole = segments.len() == 1;
         let mut draft = Draft {
             lowered: Vec::with_capacity(segments.len()),
-            sizes: Vec::with_capacity(segments.len()),
+            layouts: Vec::with_capacity(segments.len()),
             constants: Vec::new(),
             inputs: Vec::new(),
             slots: Slots::default(),
@@ -105,14 +105,14 @@ impl Draft {
                 kept_bytes.insert(id, unsafe { bytes_on(tensor, device) });
             }
             draft
-                .sizes
-                .push(Workspace::measure(backend, &lowered, is_elsewhere)?);
+                .layouts
+                .push(Layout::of(backend, &lowered, is_elsewhere));
             draft.lowered.push(lowered);
         }
         draft.slots = Slots::plan(&draft.segments, |id| {
             kept_bytes.get(&id).copied().unwrap_or(0)
         });
-        draft.workspace_bytes = Workspace::bytes_for(backend, &draft.sizes);
+        draft.workspace_bytes = Workspace::bytes_for(&draft.layouts);
         let all = draft.outside().map(|bytes| bytes as u64);
         if all.fold(draft.workspace_bytes, u64::saturating_add) > isize::MAX as u64 {
             return Err(backend.out_of_memory(u64::MAX).into());
@@ -217,8 +217,7 @@ impl Draft {
             // placed elsewhere, and leaves its views alone; nobody follows the address before `attach` has given it memory.
             unsafe { (*slot.leaf.as_ptr()).data = NonNull::<u128>::dangling().as_ptr().cast() };
         }
-        let graphs: Vec<&Lowered> = self.lowered.iter().collect();
-        let workspace = Workspace::allocate(backend, &graphs, &self.sizes)?;
+        let workspace = Workspace::allocate(backend, &self.lowered, &self.layouts)?;
 
         let mut inputs = HashMap::new();
         for (id, tensor) in self.lowered.iter().flat_map(|lowered| &lowered.leaves) {

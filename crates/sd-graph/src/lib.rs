@@ -31,6 +31,7 @@ mod convolution;
 mod error;
 mod form;
 mod graph;
+mod layout;
 mod load;
 mod load_plan;
 mod lower;

@@ -57,6 +57,15 @@ impl Lowered {
         // SAFETY: the graph is live.
         unsafe { sys::ggml_graph_n_nodes(self.graph) as usize }
     }
+
+    /// The tensors that they compute, in order.
+    pub(crate) fn tensors(&self) -> Vec<RawTensor> {
+        // SAFETY: the graph is live and has nodes of all these numbers.
+        let nodes = unsafe { 0..sys::ggml_graph_n_nodes(self.graph) };
+        nodes
+            .filter_map(|index| RawTensor::new(unsafe { sys::ggml_graph_node(self.graph, index) }))
+            .collect()
+    }
 }
 
 /// Puts a segment of a recording into ggml's form for `backend`.
@@ -72,7 +81,12 @@ pub(crate) fn lower(
     let mut tensors: Vec<Option<RawTensor>> = vec![None; recording.nodes.len()];
     let mut leaves = Vec::new();
     let mut slots = Vec::new();
-    let halved = RefCell::default();
+    let lowering = Lowering {
+        arena: &arena,
+        backend,
+        halved: RefCell::default(),
+        copies: RefCell::default(),
+    };
     for &id in &segment.nodes {
         let node = recording.node(id);
         let lowered = if node.op.is_leaf() || segment.takes.binary_search(&id).is_ok() {
@@ -86,12 +100,7 @@ pub(crate) fn lower(
             arena.take(TENSORS_PER_OPERATION)?;
             let sources: Option<Vec<RawTensor>> =
                 node.sources.iter().map(|id| tensors[id.index()]).collect();
-            Lowering {
-                arena: &arena,
-                backend,
-                halved: &halved,
-            }
-            .operation(node, &sources.ok_or(ArenaFull)?)?
+            lowering.operation(node, &sources.ok_or(ArenaFull)?)?
         };
         if node.op == Op::Input {
             // SAFETY: the tensor was just made in the live arena.
@@ -125,11 +134,6 @@ pub(crate) fn lower(
         let value = tensors[store.value.index()].ok_or(ArenaFull)?;
         let target = arena.tensor(store.entry.dtype, store.entry.shape)?;
         arena.take(2)?;
-        let lowering = Lowering {
-            arena: &arena,
-            backend,
-            halved: &halved,
-        };
         // SAFETY: all tensors are live and the graph holds their nodes (`capacity`); room is taken first. The target has
         // the value's shape and is contiguous; rows that become blocks are whole ones (`storable`) and contiguous.
         unsafe {
@@ -144,7 +148,7 @@ pub(crate) fn lower(
     }
     // Likewise, so that what states are to hold does not wait for the end of the graph in all that it is a part of.
     let late = match segment.is_last {
-        true => lower_kept(recording, &arena, graph, &tensors)?,
+        true => lower_kept(recording, &lowering, graph, &tensors)?,
         false => Vec::new(),
     };
     let keep = |&id: &TensorId| Ok((id, result(id)?));
@@ -200,11 +204,11 @@ fn with_views(slots: Vec<(Slot, RawTensor)>, graph: *mut sys::ggml_cgraph) -> Ve
 /// their values, which are to be written behind everything else.
 fn lower_kept(
     recording: &Recording,
-    arena: &Arena,
+    lowering: &Lowering<'_>,
     graph: *mut sys::ggml_cgraph,
     tensors: &[Option<RawTensor>],
 ) -> Result<Vec<(RawTensor, RawTensor)>, ArenaFull> {
-    let mut late = Vec::new();
+    let (mut late, arena) = (Vec::new(), lowering.arena);
     for &(state_id, value_id) in &recording.kept {
         let at = |id: TensorId| tensors[id.index()].ok_or(ArenaFull);
         let (state, mut value) = (at(state_id)?, at(value_id)?);
@@ -213,7 +217,7 @@ fn lower_kept(
             // A view may be one of the state itself, which is about to be overwritten.
             if value.as_ref().op == sys::GGML_OP_NONE || !value.as_ref().view_src.is_null() {
                 arena.take(1)?;
-                value = non_null(sys::ggml_cont(arena.as_ptr(), value.as_ptr()))?;
+                value = lowering.copy(value)?;
             }
             sys::ggml_build_forward_expand(graph, value.as_ptr());
         }

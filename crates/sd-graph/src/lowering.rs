@@ -24,7 +24,9 @@ pub(crate) struct Lowering<'a> {
     pub arena: &'a Arena,
     pub backend: &'a Backend,
     /// What was cast to half precision for products, by what it was.
-    pub halved: &'a RefCell<HashMap<RawTensor, RawTensor>>,
+    pub halved: RefCell<HashMap<RawTensor, RawTensor>>,
+    /// Contiguous copies, by what they are of.
+    pub copies: RefCell<HashMap<RawTensor, RawTensor>>,
 }
 
 impl Lowering<'_> {
@@ -145,10 +147,13 @@ impl Lowering<'_> {
                     let (stride, padding) = (stride as i32, padding.map(|side| side as i32));
                     self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding, by)?
                 }
-                (&Op::UpscaleNearest { factor }, &[x]) => sys::ggml_upscale(
+                (Op::UpscaleNearest, &[x]) => sys::ggml_interpolate(
                     ctx,
                     self.whole(x)?.as_ptr(),
-                    factor as i32,
+                    ne[0],
+                    ne[1],
+                    ne[2],
+                    ne[3],
                     sys::GGML_SCALE_MODE_NEAREST,
                 ),
                 (&Op::PadEnd { rows, columns }, &[x]) => sys::ggml_pad(
@@ -448,13 +453,18 @@ impl Lowering<'_> {
         }
     }
 
-    /// A contiguous copy.
+    /// A contiguous copy, one for all who ask for it.
     ///
     /// # Safety
     /// As for `operation`.
-    unsafe fn copy(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+    pub(crate) unsafe fn copy(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+        if let Some(found) = self.copies.borrow().get(&x) {
+            return Ok(*found);
+        }
         // SAFETY: `x` is live and the arena has room.
-        non_null(unsafe { sys::ggml_cont(self.arena.as_ptr(), x.as_ptr()) })
+        let copy = non_null(unsafe { sys::ggml_cont(self.arena.as_ptr(), x.as_ptr()) })?;
+        self.copies.borrow_mut().insert(x, copy);
+        Ok(copy)
     }
 }
 

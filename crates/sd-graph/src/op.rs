@@ -49,7 +49,7 @@ pub(crate) enum Op {
         by: Option<Convolution>,
     },
     /// Each pixel repeated.
-    UpscaleNearest { factor: usize },
+    UpscaleNearest,
     /// Zeros behind the last row and column.
     PadEnd { rows: usize, columns: usize },
     /// The other side's rows and columns around the two innermost dimensions.

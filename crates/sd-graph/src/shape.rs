@@ -331,12 +331,12 @@ pub fn pad_circular(x: Shape, rows: usize, columns: usize) -> Rule {
 }
 
 /// `x [.., h, w] -> [.., h * factor, w * factor]`.
-pub fn upscale(x: Shape, factor: usize) -> Rule {
-    if x.rank() < 2 || factor == 0 {
-        return Err("enlarging takes two dimensions and a factor of at least 1".into());
+pub fn upscale(x: Shape, factors: [usize; 2]) -> Rule {
+    if x.rank() < 2 || factors.contains(&0) {
+        return Err("enlarging takes two dimensions and factors of at least 1".into());
     }
     let mut dims = x.dims;
-    for dim in &mut dims[x.rank() - 2..x.rank()] {
+    for (dim, factor) in dims[x.rank() - 2..x.rank()].iter_mut().zip(factors) {
         *dim = dim.saturating_mul(factor);
     }
     Shape::new(&dims[..x.rank()])
@@ -495,9 +495,10 @@ mod tests {
         assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, [1, 1])), None);
         assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, [1, 1])), None);
         assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, [1, 1])), None);
-        assert_eq!(dims(upscale(x, 2)), Some(vec![1, 3, 10, 14]));
-        assert_eq!(dims(upscale(x, 0)), None);
-        assert_eq!(dims(upscale(x, usize::MAX)), None);
+        assert_eq!(dims(upscale(x, [2, 2])), Some(vec![1, 3, 10, 14]));
+        assert_eq!(dims(upscale(x, [1, 3])), Some(vec![1, 3, 5, 21]));
+        assert_eq!(dims(upscale(x, [1, 0])), None);
+        assert_eq!(dims(upscale(x, [1, usize::MAX])), None);
     }
 
     #[test]

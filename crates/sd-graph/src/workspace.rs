@@ -1,153 +1,295 @@
-//! Memory that graphs compute in, laid out by ggml. One of the places of this crate with `unsafe` in it.
+//! Memory that graphs compute in. One of the places of this crate with `unsafe` in it.
+//!
+//! ggml's own allocator gives memory as operations come, without a look at what follows, so that tensors that grow from
+//! level to level leave holes: see ADR 25.
 
-use std::ptr::NonNull;
+use std::collections::{HashMap, HashSet};
 
-use sd_backend::{Backend, Buffer, MemoryKind, Reservation};
+use sd_backend::{Backend, Buffer, MemoryKind};
 use sd_ggml_sys as sys;
 
 use crate::error::Result;
 use crate::graph::TensorId;
+use crate::layout::{Part, Tenant, place};
 use crate::lower::Lowered;
 use crate::raw::RawTensor;
 
-/// Memory that the graphs of one plan compute in, one after the other.
+/// Operations whose result may be computed in the place of an operand of the same layout that nobody needs afterwards: each
+/// element of it is made of elements of the operands at that place, or of rows that are read before they are written.
+const IN_PLACE: &[sys::ggml_op] = &[
+    sys::GGML_OP_SCALE,
+    sys::GGML_OP_ADD,
+    sys::GGML_OP_SUB,
+    sys::GGML_OP_MUL,
+    sys::GGML_OP_DIV,
+    sys::GGML_OP_SQR,
+    sys::GGML_OP_UNARY,
+    sys::GGML_OP_ROPE,
+    sys::GGML_OP_RMS_NORM,
+    sys::GGML_OP_SOFT_MAX,
+];
+
+/// Where the tensors of one graph lie.
 #[derive(Debug)]
-pub(crate) struct Workspace {
-    // Field order is drop order: memory goes before its account is told.
-    allocators: Vec<Allocator>,
-    _reservation: Reservation,
+pub(crate) struct Layout {
+    places: Vec<(RawTensor, usize)>,
+    /// Bytes in all.
+    bytes: usize,
+    /// Bytes of one buffer: places are within the first of that size, the second, and so on.
+    block: usize,
 }
 
+/// Memory that the graphs of one plan compute in, one after the other: nothing in it outlives the run of one.
 #[derive(Debug)]
-struct Allocator(NonNull<sys::ggml_gallocr>);
+pub(crate) struct Workspace {
+    /// More than one where the device has none so large.
+    buffers: Vec<Buffer>,
+}
 
-// SAFETY: ggml's graph allocator has no thread affinity.
-unsafe impl Send for Allocator {}
-
-impl Workspace {
-    /// Bytes that a graph will need on the device of `backend`, beside the leaves that `is_elsewhere` and what it keeps.
-    ///
-    /// Measured by an allocator of its own: afterwards ggml's takes its buffers for allocated and would follow null
-    /// pointers.
-    pub(crate) fn measure(
+impl Layout {
+    /// Lays out all tensors of a graph but the leaves that `is_elsewhere` and what it keeps.
+    pub(crate) fn of(
         backend: &Backend,
         lowered: &Lowered,
         is_elsewhere: impl Fn(TensorId) -> bool,
-    ) -> Result<usize> {
-        let allocator = Allocator::new(backend)?;
+    ) -> Layout {
         let leaves = lowered.leaves.iter().filter(|(id, _)| is_elsewhere(*id));
-        let elsewhere: Vec<RawTensor> = leaves
+        let elsewhere: HashSet<RawTensor> = leaves
             .chain(&lowered.kept)
             .map(|&(_, tensor)| tensor)
             .chain(lowered.slots.iter().map(|slot| slot.leaf))
-            // A graph may be measured after some of its leaves were bound.
-            // SAFETY: the tensors live in the arena of `lowered`.
-            .filter(|tensor| unsafe { tensor.as_ref() }.data.is_null())
             .collect();
-        let mut bytes = 0;
-        // SAFETY: graph and allocator are live. The allocator takes every tensor with an address as placed elsewhere and
-        // never follows the address, which is taken back before anybody could. Without lists of buffers every other
-        // tensor goes to the one buffer, whose size is written to `bytes`.
-        unsafe {
-            for tensor in &elsewhere {
-                (*tensor.as_ptr()).data = NonNull::<u128>::dangling().as_ptr().cast();
+        let nodes = lowered.tensors();
+        let end = nodes.len();
+        let alignment = Buffer::alignment(backend.device());
+
+        let mut last_uses: HashMap<RawTensor, usize> = HashMap::new();
+        for (index, &node) in nodes.iter().enumerate() {
+            let is_output = flags(node) & sys::GGML_TENSOR_FLAG_OUTPUT != 0;
+            for tensor in operands(node) {
+                let last = last_uses.entry(root(tensor)).or_default();
+                *last = index.max(*last);
             }
-            sys::ggml_gallocr_reserve_n_size(
-                allocator.0.as_ptr(),
-                lowered.graph,
-                std::ptr::null(),
-                std::ptr::null(),
-                &mut bytes,
-            );
-            for tensor in &elsewhere {
-                (*tensor.as_ptr()).data = std::ptr::null_mut();
+            // Copies write into what they are a view of.
+            let last = last_uses.entry(root(node)).or_default();
+            *last = if is_output { end } else { index.max(*last) };
+        }
+        let last_use = |tensor: RawTensor| last_uses.get(&tensor).copied().unwrap_or(end);
+
+        let mut tenants: Vec<Tenant> = Vec::new();
+        let mut homes: HashMap<RawTensor, usize> = HashMap::new();
+        for (index, &node) in nodes.iter().enumerate() {
+            for leaf in operands(node).map(root) {
+                if is_unplaced(leaf) && !elsewhere.contains(&leaf) && !homes.contains_key(&leaf) {
+                    // Whoever runs the graph fills it before.
+                    homes.insert(leaf, tenants.len());
+                    let mut tenant = Tenant::default();
+                    tenant.push(Part {
+                        first: 0,
+                        last: last_use(leaf),
+                        bytes: needed(backend, leaf).next_multiple_of(alignment),
+                    });
+                    tenants.push(tenant);
+                }
+            }
+            if is_view(node) || !is_unplaced(node) || elsewhere.contains(&node) {
+                continue;
+            }
+            let home = lends(node, index, &last_use).and_then(|lender| homes.get(&lender));
+            let home = home.copied().unwrap_or_else(|| {
+                tenants.push(Tenant::default());
+                tenants.len() - 1
+            });
+            homes.insert(node, home);
+            let (all, own) = (needed(backend, node), own_bytes(node));
+            let last = last_use(node);
+            let mut push = |first, last, bytes: usize| {
+                tenants[home].push(Part {
+                    first,
+                    last,
+                    bytes: bytes.next_multiple_of(alignment),
+                });
+            };
+            // What an operation needs beside its result is free when it is done. Behind blocks of numbers drivers want
+            // zeros for as long as somebody reads them.
+            if all > own && last > index && !is_quantized(node) {
+                push(index, index, all);
+                push(index + 1, last, own);
+            } else {
+                push(index, last, all);
             }
         }
-        Ok(bytes)
+        // What is larger than buffers are said to be is tried all the same.
+        let largest = tenants.iter().map(Tenant::bytes).max().unwrap_or(0);
+        let block = Buffer::largest(backend.device()).max(largest).max(1);
+        let (offsets, bytes) = place(&tenants, block);
+        Layout {
+            places: homes
+                .into_iter()
+                .map(|(tensor, home)| (tensor, offsets[home]))
+                .collect(),
+            bytes,
+            block,
+        }
     }
 
-    /// Bytes that graphs of these sizes need if they run one after the other.
-    pub(crate) fn bytes_for(backend: &Backend, sizes: &[usize]) -> u64 {
-        let largest = Buffer::largest(backend.device());
-        let (small, large): (Vec<u64>, Vec<u64>) = sizes
-            .iter()
-            .map(|&size| size as u64)
-            .partition(|&size| size <= largest as u64);
-        small.into_iter().max().unwrap_or(0) + large.into_iter().sum::<u64>()
+    /// Bytes of its buffers.
+    fn buffers(&self) -> impl Iterator<Item = usize> {
+        let count = self.bytes.div_ceil(self.block);
+        (0..count).map(|index| (self.bytes - index * self.block).min(self.block))
+    }
+}
+
+/// The least buffers that graphs of these layouts fit into, one after the other.
+fn shared_buffers(layouts: &[Layout]) -> Vec<usize> {
+    let mut sizes: Vec<usize> = Vec::new();
+    for layout in layouts {
+        for (index, bytes) in layout.buffers().enumerate() {
+            match sizes.get_mut(index) {
+                Some(size) => *size = bytes.max(*size),
+                None => sizes.push(bytes),
+            }
+        }
+    }
+    sizes
+}
+
+impl Workspace {
+    /// Bytes for graphs of these layouts that run one after the other.
+    pub(crate) fn bytes_for(layouts: &[Layout]) -> u64 {
+        let sizes = shared_buffers(layouts).into_iter();
+        sizes.fold(0, |sum, bytes| sum.saturating_add(bytes as u64))
     }
 
-    /// Takes memory for graphs of these measured sizes and gives every tensor its place in it. All leaves that were
-    /// measured as elsewhere, and all that is kept, have theirs already.
-    ///
-    /// The graphs share memory: nothing in it outlives the run of one. Only a graph that does not fit into one buffer of
-    /// the device has memory of its own, since ggml lays several buffers out anew for each graph.
+    /// Takes memory for graphs of these layouts and gives every tensor its place in it. All leaves that were elsewhere, and
+    /// all that is kept, have theirs already.
     pub(crate) fn allocate(
         backend: &Backend,
-        graphs: &[&Lowered],
-        sizes: &[usize],
+        graphs: &[Lowered],
+        layouts: &[Layout],
     ) -> Result<Workspace> {
-        let bytes = Workspace::bytes_for(backend, sizes);
         let device = backend.device();
-        let reservation = backend
-            .ledger()
-            .reserve(device, bytes, MemoryKind::Compute)?;
-        let mut workspace = Workspace {
-            allocators: Vec::new(),
-            _reservation: reservation,
-        };
-        let largest = Buffer::largest(device);
-        let mut order: Vec<usize> = (0..graphs.len()).collect();
-        // The largest first: no later one can make the allocator give up memory that graphs point into.
-        order.sort_by_key(|&index| std::cmp::Reverse(sizes[index]));
-        let mut is_shared = false;
-        for index in order {
-            let may_share = sizes[index] <= largest;
-            if !(may_share && is_shared) {
-                workspace.allocators.push(Allocator::new(backend)?);
-                is_shared = may_share;
-            }
-            let Some(allocator) = workspace.allocators.last() else {
-                continue;
-            };
-            let graph = graphs[index].graph;
-            // SAFETY: the graph and the allocator are live; refusal is `false`. Reserving anew keeps the memory, which is
-            // at least as large as this graph needs, and makes a layout for this graph alone.
-            let placed = unsafe {
-                sys::ggml_gallocr_reserve(allocator.0.as_ptr(), graph)
-                    && sys::ggml_gallocr_alloc_graph(allocator.0.as_ptr(), graph)
-            };
-            if !placed {
-                return Err(backend.out_of_memory(sizes[index] as u64).into());
+        let kind = MemoryKind::Compute;
+        let buffers = shared_buffers(layouts)
+            .into_iter()
+            .map(|bytes| Buffer::allocate(backend.ledger(), device, bytes, kind))
+            .collect::<Result<Vec<Buffer>, _>>()?;
+        for buffer in &buffers {
+            // SAFETY: the buffer is live. Drivers need not prepare what is computed anew each time.
+            unsafe {
+                sys::ggml_backend_buffer_set_usage(
+                    buffer.as_ptr(),
+                    sys::GGML_BACKEND_BUFFER_USAGE_COMPUTE,
+                );
             }
         }
-        Ok(workspace)
+        for (graph, layout) in graphs.iter().zip(layouts) {
+            for &(tensor, offset) in &layout.places {
+                // What takes no bytes may lie behind the last.
+                let Some(buffer) = buffers.get(offset / layout.block).or(buffers.last()) else {
+                    continue;
+                };
+                // SAFETY: tensor and buffer are live; the tensor has no memory yet and is no view; `place` left room for
+                // what it needs between this offset and the end of this buffer.
+                let status = unsafe {
+                    let base = sys::ggml_backend_buffer_get_base(buffer.as_ptr());
+                    let address = base.cast::<u8>().wrapping_add(offset % layout.block);
+                    sys::ggml_backend_tensor_alloc(buffer.as_ptr(), tensor.as_ptr(), address.cast())
+                };
+                if status != sys::GGML_STATUS_SUCCESS {
+                    return Err(backend.out_of_memory(own_bytes(tensor) as u64).into());
+                }
+            }
+            for tensor in graph.tensors() {
+                for view in operands(tensor).chain([tensor]) {
+                    // SAFETY: all tensors live in the arena of the graph. A view of something without a buffer (a slot's
+                    // leaf) is left to whoever gives that one memory.
+                    unsafe {
+                        let waits = view.as_ref().buffer.is_null();
+                        if waits && is_view(view) && !root(view).as_ref().buffer.is_null() {
+                            sys::ggml_backend_view_init(view.as_ptr());
+                        }
+                    }
+                }
+            }
+        }
+        Ok(Workspace { buffers })
     }
 
     /// Bytes that are held.
     pub(crate) fn bytes(&self) -> u64 {
-        self.allocators
-            .iter()
-            // SAFETY: the allocators are live and have one buffer type each.
-            .map(|a| unsafe { sys::ggml_gallocr_get_buffer_size(a.0.as_ptr(), 0) as u64 })
-            .sum()
+        self.buffers.iter().map(|buffer| buffer.len() as u64).sum()
     }
 }
 
-impl Allocator {
-    fn new(backend: &Backend) -> Result<Allocator> {
-        // SAFETY: the device and its buffer type live for ever.
-        let raw = unsafe {
-            sys::ggml_gallocr_new(sys::ggml_backend_dev_buffer_type(backend.device().as_ptr()))
-        };
-        NonNull::new(raw)
-            .map(Allocator)
-            .ok_or_else(|| backend.out_of_memory(0).into())
-    }
+/// The operand in whose place `node` at `index` may be computed.
+fn lends(
+    node: RawTensor,
+    index: usize,
+    last_use: impl Fn(RawTensor) -> usize,
+) -> Option<RawTensor> {
+    // SAFETY: all tensors live in the arena of the graph.
+    let is_able = IN_PLACE.contains(&unsafe { node.as_ref() }.op);
+    let lender = |operand: &RawTensor| {
+        let lender = root(*operand);
+        let is_last = last_use(lender) == index;
+        let once = operands(node)
+            .filter(|&other| root(other) == lender)
+            .count()
+            == 1;
+        // SAFETY: as above.
+        let (a, b) = unsafe { (node.as_ref(), operand.as_ref()) };
+        let is_alike = a.type_ == b.type_ && a.ne == b.ne && a.nb == b.nb && b.view_offs == 0;
+        is_last && once && is_alike
+    };
+    let mut operands = operands(node).filter(|_| is_able);
+    operands.find(lender).map(root)
 }
 
-impl Drop for Allocator {
-    fn drop(&mut self) {
-        // SAFETY: the allocator is live and nobody else frees it.
-        unsafe { sys::ggml_gallocr_free(self.0.as_ptr()) };
+/// What `node` reads.
+fn operands(node: RawTensor) -> impl Iterator<Item = RawTensor> {
+    // SAFETY: all tensors live in the arena of the graph.
+    let sources = unsafe { node.as_ref() }.src;
+    sources.into_iter().filter_map(RawTensor::new)
+}
+
+/// What a view is of, or the tensor itself.
+fn root(tensor: RawTensor) -> RawTensor {
+    // SAFETY: all tensors live in the arena of the graph.
+    RawTensor::new(unsafe { tensor.as_ref() }.view_src).unwrap_or(tensor)
+}
+
+fn is_view(tensor: RawTensor) -> bool {
+    root(tensor) != tensor
+}
+
+/// Whether it has no memory yet.
+fn is_unplaced(tensor: RawTensor) -> bool {
+    // SAFETY: all tensors live in the arena of the graph.
+    let tensor = unsafe { tensor.as_ref() };
+    tensor.data.is_null() && tensor.buffer.is_null()
+}
+
+fn flags(tensor: RawTensor) -> u32 {
+    // SAFETY: all tensors live in the arena of the graph.
+    unsafe { tensor.as_ref() }.flags as u32
+}
+
+fn is_quantized(tensor: RawTensor) -> bool {
+    // SAFETY: the type is one of ggml's.
+    unsafe { sys::ggml_is_quantized(tensor.as_ref().type_) }
+}
+
+fn own_bytes(tensor: RawTensor) -> usize {
+    // SAFETY: the tensor is live.
+    unsafe { sys::ggml_nbytes(tensor.as_ptr()) }
+}
+
+/// Bytes that the driver wants for a tensor, with what its operation needs beside the result.
+fn needed(backend: &Backend, tensor: RawTensor) -> usize {
+    // SAFETY: the tensor is live, and devices with their types of buffers live for ever.
+    unsafe {
+        let buffer_type = sys::ggml_backend_dev_buffer_type(backend.device().as_ptr());
+        sys::ggml_backend_buft_get_alloc_size(buffer_type, tensor.as_ptr())
     }
 }

@@ -77,11 +77,17 @@ impl<'g> Tensor<'g> {
     /// Each pixel repeated `factor` times in both directions.
     #[track_caller]
     pub fn upscale_nearest(self, factor: usize) -> Tensor<'g> {
+        self.upscale_nearest_by([factor, factor])
+    }
+
+    /// Each pixel repeated downwards and to the right, by factors of their own.
+    #[track_caller]
+    pub fn upscale_nearest_by(self, [down, right]: [usize; 2]) -> Tensor<'g> {
         let rule = expect(self, "the picture", DType::F32)
-            .and_then(|()| shape::upscale(self.shape(), factor));
+            .and_then(|()| shape::upscale(self.shape(), [down, right]));
         self.graph().record(
             "upscale_nearest",
-            Op::UpscaleNearest { factor },
+            Op::UpscaleNearest,
             &[self],
             DType::F32,
             rule,
