@@ -149,8 +149,9 @@ impl ChannelNorm {
 
     /// Channels go innermost for the norm and stay there: `[n, c, h, w] -> [n, h, w, c]`.
     fn channels_last<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
-        let gamma = x.graph().param(&self.gamma) * (self.channels as f32).sqrt();
-        x.permute([0, 2, 3, 1]).l2_norm(1e-12) * gamma
+        // The reference divides by the length, or by 1e-12 where it is shorter: far below what a pixel has.
+        let eps = 1e-24 / self.channels.max(1) as f32;
+        x.permute([0, 2, 3, 1]).rms_norm(eps) * x.graph().param(&self.gamma)
     }
 
     fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {

@@ -213,7 +213,7 @@ impl WanVae {
             by_tiles(latents, (&rows, &columns), out, |tile| {
                 let mut decoding = Decoding::new(decoder, config, canvas.piece());
                 let rest = rest_of(tile.frames);
-                let part = collect(tile.each_frame(), |latent| {
+                let part = collect(config.frames(tile.frames), tile.each_frame(), |latent| {
                     let frames = decoding.push_one_of(backend, latent, rest, cancel)?;
                     Ok(Some(frames))
                 });
@@ -260,7 +260,7 @@ impl WanVae {
                 let mut encoding = Encoding::new(encoder, config, piece);
                 let latents = config.latent_frames(tile.frames);
                 let whole = tile.each_frame().take(config.frames(latents));
-                let part = collect(whole, |picture| {
+                let part = collect(latents, whole, |picture| {
                     encoding.push_one_of(backend, picture, rest_of(latents), cancel)
                 });
                 peak = peak.max(encoding.peak());
@@ -307,8 +307,9 @@ fn rest_of(chunks: usize) -> Rest {
     }
 }
 
-/// What comes of `frames`, one behind the other.
+/// What comes of `frames`, one behind the other: `count` frames in all.
 fn collect<'f>(
+    count: usize,
     frames: impl Iterator<Item = &'f [f32]>,
     mut push: impl FnMut(&'f [f32]) -> Result<Option<Clip>>,
 ) -> Result<Clip> {
@@ -316,7 +317,14 @@ fn collect<'f>(
     for frame in frames {
         let Some(part) = push(frame)? else { continue };
         match &mut whole {
-            None => whole = Some(part),
+            None => {
+                let mut part = part;
+                let rest = count.saturating_sub(part.frames);
+                let frame = part.values.len() / part.frames.max(1);
+                // Long clips are not to be moved each time that they grow.
+                part.values.reserve_exact(rest.saturating_mul(frame));
+                whole = Some(part);
+            }
             Some(whole) => {
                 whole.frames += part.frames;
                 whole.values.extend_from_slice(&part.values);
