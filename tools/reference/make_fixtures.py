@@ -25,6 +25,7 @@ SCRIPTS = {
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
     "wan_vae": ["wan21_vae", "wan22_vae", "qwenimage_vae"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
+    "qwen3vl_vision": ["qwen3vl_vision"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],
     "rope": ["rope"],
     "rope_formulas": ["rope_formulas"],

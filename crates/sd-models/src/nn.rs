@@ -20,6 +20,17 @@ impl Linear {
         }
     }
 
+    /// Declares a convolution whose kernel covers its whole input, `weight [out, ..]` and `bias [out]` at `scope`, as a
+    /// product.
+    pub fn of_kernel(scope: &Scope<'_>, kernel: &[usize]) -> Linear {
+        let (output, input) = kernel.split_first().unwrap_or((&0, &[]));
+        let input = input.iter().copied().fold(1, usize::saturating_mul);
+        Linear {
+            weight: scope.param_as("weight", kernel, [*output, input], Role::Matrix),
+            bias: Some(scope.param("bias", [*output], Role::Vector)),
+        }
+    }
+
     /// Applies the layer.
     #[track_caller]
     pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
@@ -58,6 +69,32 @@ impl RmsNorm {
     #[track_caller]
     pub fn forward_zero_centred<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
         x.rms_norm(self.eps) * (x.graph().param(&self.weight) + 1.0)
+    }
+}
+
+/// LayerNorm with a weight and a bias over the innermost dimension: `(x - mean) / sqrt(variance + eps) * weight + bias`.
+#[derive(Debug, Clone)]
+pub struct LayerNorm {
+    weight: Param,
+    bias: Param,
+    eps: f32,
+}
+
+impl LayerNorm {
+    /// Declares `weight [dim]` and `bias [dim]` at `scope`.
+    pub fn new(scope: &Scope<'_>, dim: usize, eps: f32) -> LayerNorm {
+        LayerNorm {
+            weight: scope.param("weight", [dim], Role::Vector),
+            bias: scope.param("bias", [dim], Role::Vector),
+            eps,
+        }
+    }
+
+    /// Applies the norm.
+    #[track_caller]
+    pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        x.layer_norm(self.eps) * g.param(&self.weight) + g.param(&self.bias)
     }
 }
 

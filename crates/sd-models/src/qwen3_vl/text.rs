@@ -5,7 +5,16 @@ use sd_graph::{Graph, Pairing, Param, Role, Scope, Tensor};
 
 use super::TextConfig;
 use crate::nn::{Linear, RmsNorm};
-use crate::rope::{Precision, Rotation, one_axis};
+use crate::rope::{Part, Precision, Rotation, Size, one_axis, qwen3_vl};
+
+/// What the vision tower made of the pictures in a text, those of all pictures one behind the other.
+#[derive(Debug, Clone)]
+pub struct Pictures<'g> {
+    /// What stands in the place of the tokens' embeddings, `[picture tokens, hidden]`.
+    pub embeddings: Tensor<'g>,
+    /// What is added behind the first layers, one after the other, `[picture tokens, hidden]` each.
+    pub deepstack: Vec<Tensor<'g>>,
+}
 
 /// The language model of Qwen3-VL without its final norm and head.
 #[derive(Debug)]
@@ -72,18 +81,100 @@ impl TextModel {
     /// Hidden states `[tokens, hidden]` behind the last layer, before the final norm, of a text given by its token
     /// numbers `[tokens]`. Text alone turns all three rotary axes alike, so the position is the token's number.
     pub fn forward<'g>(&self, g: Graph<'g>, token_ids: Tensor<'g>) -> Tensor<'g> {
-        let tokens = token_ids.dim(0);
         let (head_dim, theta) = (self.config.head_dim(), self.config.rope_theta());
-        let rope = one_axis(tokens, head_dim, f64::from(theta), Precision::Single);
+        let rope = one_axis(
+            token_ids.dim(0),
+            head_dim,
+            f64::from(theta),
+            Precision::Single,
+        );
         let rope = Rotation::new(g, &rope, Pairing::Halves);
-        let mask = g.constant(&causal_mask(tokens), [tokens, tokens]);
+        let x = g.param(&self.embed_tokens).rows(token_ids);
+        self.layers(x, &rope, |_, x| x)
+    }
 
-        let mut x = g.param(&self.embed_tokens).rows(token_ids).cut("embed");
+    /// As [`TextModel::forward`] for text and pictures in the order of `parts`, a picture's size being what is left of its
+    /// patches when they are merged. `token_ids` are the text's alone, and there is some. A token sees what comes before
+    /// it, a picture's tokens too.
+    pub fn forward_with_pictures<'g>(
+        &self,
+        g: Graph<'g>,
+        parts: &[Part],
+        token_ids: Tensor<'g>,
+        pictures: &Pictures<'g>,
+    ) -> Tensor<'g> {
+        let (head_dim, theta) = (self.config.head_dim(), self.config.rope_theta());
+        let sections = self.config.rope_sections();
+        let rope = qwen3_vl(parts.iter().copied(), head_dim, f64::from(theta), sections);
+        let rope = Rotation::new(g, &rope, Pairing::Halves);
+        let text = g.param(&self.embed_tokens).rows(token_ids);
+        let x = join(parts, |range| match range {
+            Range::Text { start, tokens } => text.slice(0, start, tokens),
+            Range::Picture { start, tokens } => pictures.embeddings.slice(0, start, tokens),
+        });
+        let x = x.unwrap_or(text);
+        self.layers(x, &rope, |index, x| {
+            let Some(features) = pictures.deepstack.get(index) else {
+                return x;
+            };
+            let mut at = 0;
+            let added = join(parts, |range| match range {
+                Range::Text { tokens, .. } => {
+                    at += tokens;
+                    x.slice(0, at - tokens, tokens)
+                }
+                Range::Picture { start, tokens } => {
+                    at += tokens;
+                    x.slice(0, at - tokens, tokens) + features.slice(0, start, tokens)
+                }
+            });
+            added.unwrap_or(x)
+        })
+    }
+
+    /// The layers one after the other, and what is done `behind` each.
+    fn layers<'g>(
+        &self,
+        x: Tensor<'g>,
+        rope: &Rotation<'g>,
+        behind: impl Fn(usize, Tensor<'g>) -> Tensor<'g>,
+    ) -> Tensor<'g> {
+        let tokens = x.dim(0);
+        let mask = x.graph().constant(&causal_mask(tokens), [tokens, tokens]);
+        let mut x = x.cut("embed");
         for (index, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(x, &rope, mask).cut(&format!("layer {index}"));
+            let y = layer.forward(x, rope, mask);
+            x = behind(index, y).cut(&format!("layer {index}"));
         }
         x
     }
+}
+
+/// Tokens of a part, counted among those of its kind.
+#[derive(Debug, Clone, Copy)]
+enum Range {
+    Text { start: usize, tokens: usize },
+    Picture { start: usize, tokens: usize },
+}
+
+/// What `piece` gives for each part, one behind the other.
+fn join<'g>(parts: &[Part], mut piece: impl FnMut(Range) -> Tensor<'g>) -> Option<Tensor<'g>> {
+    let (mut text, mut pictures) = (0, 0);
+    let ranges = parts.iter().filter_map(|part| {
+        let (next, tokens) = match *part {
+            Part::Text(tokens) => (&mut text, tokens),
+            Part::Picture(Size { height, width }) => (&mut pictures, height * width),
+        };
+        let start = *next;
+        *next += tokens;
+        (tokens > 0).then_some(match part {
+            Part::Text(_) => Range::Text { start, tokens },
+            Part::Picture(_) => Range::Picture { start, tokens },
+        })
+    });
+    ranges
+        .map(|range| piece(range))
+        .reduce(|joint, part| joint.concat(part, 0))
 }
 
 impl DecoderLayer {

@@ -14,6 +14,16 @@ pub enum Part {
     Picture(Size),
 }
 
+impl Part {
+    /// Tokens in this run.
+    pub fn tokens(self) -> usize {
+        match self {
+            Part::Text(tokens) => tokens,
+            Part::Picture(size) => size.height * size.width,
+        }
+    }
+}
+
 /// Qwen-Image 2.1: text and pictures in the order of the prompt, the target last.
 ///
 /// Text moves on all axes together. A picture keeps the frame that the text before it reached and spreads over a grid

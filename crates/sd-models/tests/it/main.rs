@@ -24,6 +24,7 @@ mod text_encoder;
 mod tiny;
 mod transformer;
 mod vae;
+mod vision;
 mod wan;
 mod wan_files;
 mod wan_tiles;
