@@ -27,6 +27,7 @@ SCRIPTS = {
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwen3vl_vision": ["qwen3vl_vision"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],
+    "qwenimage21_references": ["qwenimage21_references"],
     "rope": ["rope"],
     "rope_formulas": ["rope_formulas"],
     "noise": ["noise"],

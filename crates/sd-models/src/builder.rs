@@ -10,12 +10,12 @@ use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes}
 use crate::config::read_json;
 use crate::error::Result;
 use crate::pipeline::Pipeline;
-use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21};
+use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21, reference_sizes, segments_for};
 use crate::request::{Defaults, rounded};
 use crate::seating::{Backends, MemoryPlan, Scene, Seating, Wishes};
 
 /// Tokens of a prompt of common length, for what is decided before there is one.
-const COMMON_PROMPT: usize = 64;
+pub(crate) const COMMON_PROMPT: usize = 64;
 
 /// A model that was opened and checked but not yet loaded.
 #[derive(Debug)]
@@ -93,8 +93,28 @@ impl PipelineBuilder {
     /// # Errors
     /// [`Error::Size`](crate::Error::Size), and everything that can be wrong with files.
     pub fn plan(&self, size: Option<(usize, usize)>, tokens: usize) -> Result<MemoryPlan> {
+        self.plan_with(size, tokens, &[])
+    }
+
+    /// As [`PipelineBuilder::plan`], with reference pictures of the given widths and heights, whose reading is counted. Without
+    /// a size the picture is as large as the last reference, as in a request.
+    ///
+    /// # Errors
+    /// Those of [`Pipeline::read_references`], and as for [`PipelineBuilder::plan`].
+    pub fn plan_with(
+        &self,
+        size: Option<(usize, usize)>,
+        tokens: usize,
+        references: &[(u32, u32)],
+    ) -> Result<MemoryPlan> {
         let defaults = self.defaults()?;
         let model = QwenImage21::open(&self.folder, &self.load)?;
+        let reading = match references {
+            [] => Vec::new(),
+            _ => reference_sizes(references, defaults.area(), model.reader()?.processor())?,
+        };
+        let scaled = || reading.iter().map(|size| (size.width, size.height));
+        let size = size.or(scaled().next_back());
         let (width, height) = rounded(size.unwrap_or((defaults.width, defaults.height)))?;
         let scale = model.scale_factor();
         let (seating, canvas) = Seating::find_largest(
@@ -102,7 +122,8 @@ impl PipelineBuilder {
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
             Scene {
-                tokens: tokens.max(1),
+                prompt: &segments_for(tokens, &reading),
+                reading: &reading,
                 passes: 1,
                 canvas: (height / scale, width / scale).into(),
                 reads_prefix: true,
@@ -114,6 +135,8 @@ impl PipelineBuilder {
             height,
             vae_tile: canvas.tile.map(|tile| tile * scale),
             seats: seating.seats,
+            readers: seating.readers,
+            references: scaled().collect(),
             devices: seating.devices,
             fallbacks: model.fallbacks().cloned().collect(),
             prefix_cache: seating.prefix,
@@ -156,7 +179,8 @@ impl PipelineBuilder {
             &self.wishes,
             &mut backends,
             Scene {
-                tokens: COMMON_PROMPT,
+                prompt: &segments_for(COMMON_PROMPT, &[]),
+                reading: &[],
                 passes: 1,
                 canvas: size.into(),
                 reads_prefix: true,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use sd_graph::{Allocation, FailureKind};
 
-use crate::qwen_image_2_1::SIZE_MULTIPLE;
+use crate::qwen_image_2_1::{MOST_REFERENCES, RESOLUTIONS, SIZE_MULTIPLE};
 use crate::request::SMALLEST_TILE;
 
 /// Short for a [`std::result::Result`] with this crate's [`Error`].
@@ -116,6 +116,34 @@ pub enum Error {
     /// A prompt that the model cannot read.
     #[error("the prompt {0}")]
     Prompt(String),
+    /// More reference pictures than a prompt can have.
+    #[error("{0} reference pictures: at most {MOST_REFERENCES} are possible")]
+    TooManyReferences(usize),
+    /// A picture that cannot be referred to.
+    #[error("reference picture {number}, {width}x{height}: {reason}")]
+    Reference {
+        /// Its place among the references, from 1.
+        number: usize,
+        /// Width in pixels.
+        width: u32,
+        /// Height in pixels.
+        height: u32,
+        /// Why not.
+        reason: String,
+    },
+    /// A side of the square whose area reference pictures are scaled to that cannot be.
+    #[error(
+        "references cannot be as large as a square of {side} pixels by side: from {} to {} are possible",
+        RESOLUTIONS.start(),
+        RESOLUTIONS.end()
+    )]
+    Resolution {
+        /// Pixels along a side.
+        side: usize,
+    },
+    /// A checkpoint that cannot look at pictures.
+    #[error("the checkpoint has no {0}: it makes pictures from text alone")]
+    NoReferences(&'static str),
     /// The latents stopped being numbers: broken weights, or values beyond what their type holds.
     #[error(
         "after step {step} the latents are no longer finite numbers; the weights may be damaged"

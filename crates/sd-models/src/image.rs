@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Seek};
 use std::path::Path;
 
-use image::RgbaImage;
+use image::codecs::{jpeg::JpegDecoder, webp::WebPDecoder};
+use image::{DynamicImage, ImageDecoder, RgbaImage};
 
 use crate::error::{Error, Result};
 
@@ -51,7 +52,8 @@ impl Image {
         RgbaImage::from_raw(width, height, pixels).map(Image::from)
     }
 
-    /// Reads a PNG of any kind. Pictures without alpha are opaque; of 16 bits the upper 8 remain.
+    /// Reads a PNG of any kind, a JPEG or a WebP, whatever the file is called. Pictures without alpha are opaque; of 16 bits
+    /// the upper 8 remain; of an animation the first picture is read. Cameras' pictures are turned upright.
     ///
     /// # Errors
     /// [`Error::Picture`] with the path and the reason.
@@ -64,13 +66,44 @@ impl Image {
     }
 
     fn read(path: &Path) -> std::result::Result<Image, String> {
+        let text = |error: image::ImageError| error.to_string();
         let file = File::open(path).map_err(|error| error.to_string())?;
-        let decoder = with_transformations(png::Decoder::new(BufReader::new(file)));
+        let mut file = BufReader::new(file);
+        match file.fill_buf().map_err(|error| error.to_string())? {
+            [0xff, 0xd8, ..] => upright(JpegDecoder::new(file).map_err(text)?),
+            [
+                b'R',
+                b'I',
+                b'F',
+                b'F',
+                _,
+                _,
+                _,
+                _,
+                b'W',
+                b'E',
+                b'B',
+                b'P',
+                ..,
+            ] => upright(WebPDecoder::new(file).map_err(text)?),
+            [0x89, b'P', b'N', b'G', ..] => Image::read_png(file),
+            _ => Err("it is no PNG, JPEG or WebP".to_owned()),
+        }
+    }
+
+    fn read_png(file: BufReader<File>) -> std::result::Result<Image, String> {
+        let decoder = with_transformations(png::Decoder::new(file));
         let mut reader = decoder.read_info().map_err(|error| error.to_string())?;
         let (frame, pixels) = rgba(&mut reader)?;
         let pixels = RgbaImage::from_raw(frame.width, frame.height, pixels)
             .ok_or("it has fewer pixels than it says")?;
         Ok(Image::from(pixels))
+    }
+
+    /// The picture in another size, as reference pictures are scaled: by the Lanczos filter of three lobes, to the numbers of
+    /// Pillow. Colours count by their alpha, so that what cannot be seen does not bleed into what can.
+    pub fn resized(&self, width: u32, height: u32) -> Image {
+        Image::from(crate::resample::lanczos(&self.pixels, width, height))
     }
 
     /// Planes red, green, blue and, if `channels` is 4, alpha, with values from -1 to 1: `[channels, height, width]`.
@@ -157,6 +190,18 @@ impl From<RgbaImage> for Image {
             text: Vec::new(),
         }
     }
+}
+
+/// The picture of a decoder, turned as the file says that it was taken.
+fn upright(mut decoder: impl ImageDecoder) -> std::result::Result<Image, String> {
+    let text = |error: image::ImageError| error.to_string();
+    if decoder.total_bytes() > LARGEST as u64 {
+        return Err("it is larger than any picture".to_owned());
+    }
+    let orientation = decoder.orientation().map_err(text)?;
+    let mut picture = DynamicImage::from_decoder(decoder).map_err(text)?;
+    picture.apply_orientation(orientation);
+    Ok(Image::from(picture.into_rgba8()))
 }
 
 /// Has pixels of all kinds decoded to 8 bits a channel.

@@ -13,7 +13,7 @@ use crate::denoising::{Denoising, Took, evict};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
-use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImage21};
+use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImage21, References};
 use crate::request::{
     Defaults, GenerateReport, LARGEST_SIDE, Request, SMALLEST_TILE, describe, rounded,
 };
@@ -78,13 +78,7 @@ impl Pipeline {
     /// # Errors
     /// [`Error::Prompt`], or the engine's.
     pub fn encode(&mut self, prompt: &str) -> Result<Condition> {
-        self.with_retry(Component::TextEncoder, |pipeline| {
-            pipeline.with_part(
-                Component::TextEncoder,
-                &mut |_: &Progress| {},
-                |model, backend, cancel, _| model.encode(backend, prompt, cancel),
-            )
-        })
+        self.encode_with(prompt, &References::none())
     }
 
     /// Makes a picture.
@@ -198,7 +192,7 @@ impl Pipeline {
     }
 
     /// Does `work` with `component` in the memory of its device, and takes it out again if it does not live there.
-    fn with_part<T>(
+    pub(crate) fn with_part<T>(
         &mut self,
         component: Component,
         progress: &mut dyn Reporter,
@@ -218,12 +212,21 @@ impl Pipeline {
 
     /// Does `work` with `component`; if memory runs out, gives up what can be had again (all plans, the weights of other
     /// parts on the same device, what is kept of prompts) and does it once more.
-    fn with_retry<T>(
+    pub(crate) fn with_retry<T>(
         &mut self,
         component: Component,
-        mut work: impl FnMut(&mut Pipeline) -> Result<T>,
+        work: impl FnMut(&mut Pipeline) -> Result<T>,
     ) -> Result<T> {
         let idle = self.neighbours(component);
+        self.with_retry_beside(idle, work)
+    }
+
+    /// As [`Pipeline::with_retry`], for work that needs the weights of no part of `idle`.
+    pub(crate) fn with_retry_beside<T>(
+        &mut self,
+        idle: Vec<Component>,
+        mut work: impl FnMut(&mut Pipeline) -> Result<T>,
+    ) -> Result<T> {
         let outcome = with_relief(
             &mut Working {
                 pipeline: self,
@@ -234,13 +237,19 @@ impl Pipeline {
         outcome.map_err(|error| self.seating.explain(error))
     }
 
+    /// All parts on `device`.
+    pub(crate) fn parts_on(&self, device: Device) -> Vec<Component> {
+        let parts = IN_ORDER.into_iter();
+        parts
+            .filter(|&part| self.device_of(part) == device)
+            .collect()
+    }
+
     /// The other parts on the device that runs `component`.
     fn neighbours(&self, component: Component) -> Vec<Component> {
-        let device = self.device_of(component);
-        let others = IN_ORDER.into_iter().filter(|&other| other != component);
+        let mut others = self.parts_on(self.device_of(component));
+        others.retain(|&other| other != component);
         others
-            .filter(|&other| self.device_of(other) == device)
-            .collect()
     }
 
     /// Sees to it that every part can run for this picture: if what stays on a device leaves too little, parts whose
@@ -256,17 +265,31 @@ impl Pipeline {
         reads_prefix: bool,
         progress: &mut dyn Reporter,
     ) -> Result<Canvas> {
-        let tokens = request
-            .condition
-            .tokens()
-            .max(negative.map_or(0, Condition::tokens));
+        let own: Vec<&Condition> = [request.condition].into_iter().chain(negative).collect();
+        let longest = own.iter().max_by_key(|condition| condition.prefix_tokens());
+        let scene = Scene {
+            prompt: longest.map_or(&[], |condition| &condition.segments),
+            reading: &[],
+            passes: 1 + u64::from(negative.is_some()),
+            canvas,
+            reads_prefix,
+        };
+        self.fit(scene, &own, progress)
+    }
+
+    /// As [`Pipeline::make_room`] for a `scene`, in which `own` are the conditions that have to stay as they are.
+    pub(crate) fn fit(
+        &mut self,
+        scene: Scene<'_>,
+        own: &[&Condition],
+        progress: &mut dyn Reporter,
+    ) -> Result<Canvas> {
         let held: Vec<(Device, u64)> = self
             .seating
             .devices
             .iter()
             .map(|need| (need.device, self.held_on(need.device)))
             .collect();
-        let own: Vec<&Condition> = [request.condition].into_iter().chain(negative).collect();
         let held = |device| {
             let mut held = held.iter();
             let bytes = held.find(|(found, _)| *found == device);
@@ -276,12 +299,6 @@ impl Pipeline {
                 .sum();
             bytes.map_or(0, |(_, bytes)| *bytes) + kept
         };
-        let scene = Scene {
-            tokens,
-            passes: 1 + u64::from(negative.is_some()),
-            canvas,
-            reads_prefix,
-        };
         let (model, wishes) = (&self.model, &self.wishes);
         let (mut seating, mut canvas) =
             Seating::find_largest(model, wishes, &mut self.backends, scene, held)?;
@@ -289,7 +306,7 @@ impl Pipeline {
             && seating.prefix.is_none_or(|prefix| prefix.fits)
             && seating.is_like(&self.seating);
         // What is kept of other prompts goes before anything is moved.
-        if !is_easy && self.model.drop_other_prefixes(&own) {
+        if !is_easy && self.model.drop_other_prefixes(own) {
             let (model, wishes) = (&self.model, &self.wishes);
             (seating, canvas) =
                 Seating::find_largest(model, wishes, &mut self.backends, scene, held)?;
@@ -325,6 +342,7 @@ impl Pipeline {
             for (kept, found) in self.seating.seats.iter_mut().zip(&seating.seats) {
                 kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
             }
+            self.seating.readers = seating.readers;
             self.seating.devices = seating.devices;
             self.seating.prefix = seating.prefix;
         }
@@ -373,7 +391,7 @@ impl Pipeline {
         self.backends.threads(self.device())
     }
 
-    fn device_of(&self, component: Component) -> Device {
+    pub(crate) fn device_of(&self, component: Component) -> Device {
         // Every component has a seat.
         let first = self.seating.devices[0].device;
         self.seating.device(component).unwrap_or(first)
@@ -391,9 +409,11 @@ impl Pipeline {
 
     /// Fills in what the request leaves open and refuses what cannot be made.
     fn resolve(&self, request: &Request<'_>) -> Result<GenerateReport> {
+        let last = request.condition.references().sizes().last();
+        let default = last.unwrap_or((self.defaults.width, self.defaults.height));
         let (width, height) = (
-            request.width.unwrap_or(self.defaults.width),
-            request.height.unwrap_or(self.defaults.height),
+            request.width.unwrap_or(default.0),
+            request.height.unwrap_or(default.1),
         );
         let (width, height) = rounded((width, height))?;
         let steps = self
@@ -429,14 +449,16 @@ impl Pipeline {
         })
     }
 
-    /// The negative condition of a guided run; without one the empty prompt's.
+    /// The negative condition of a guided run; without one the empty prompt's, about the same reference pictures.
     fn negative(&mut self, request: &Request<'_>) -> Result<Condition> {
         if let Some(negative) = request.negative {
             return Ok(negative.clone());
         }
-        let empty = match self.empty.take() {
+        let references = request.condition.references();
+        let kept = self.empty.take();
+        let empty = match kept.filter(|empty| empty.references().is(references)) {
             Some(empty) => empty,
-            None => self.encode("")?,
+            None => self.encode_with("", references)?,
         };
         Ok(self.empty.insert(empty).clone())
     }

@@ -41,6 +41,13 @@ impl Default for Defaults {
     }
 }
 
+impl Defaults {
+    /// Pixels of a picture, to which reference pictures are scaled.
+    pub(crate) fn area(&self) -> usize {
+        self.width.saturating_mul(self.height)
+    }
+}
+
 /// What to make of an encoded prompt.
 #[derive(Debug, Clone)]
 pub struct Request<'c> {
@@ -94,7 +101,8 @@ pub struct GenerateReport {
 }
 
 impl<'c> Request<'c> {
-    /// A picture of `condition` with the model's default settings and seed 0.
+    /// A picture of `condition` with the model's default settings and seed 0; where the prompt has reference pictures, as
+    /// large as the last of them was scaled to.
     pub fn new(condition: &'c Condition) -> Request<'c> {
         Request {
             condition,
@@ -110,7 +118,8 @@ impl<'c> Request<'c> {
         }
     }
 
-    /// What the picture should not be. Used where guidance is above 1; without it, the empty prompt is.
+    /// What the picture should not be. Used where guidance is above 1; without it, the empty prompt is, about the same
+    /// reference pictures. A negative of one's own should have them too: that is how the model was trained.
     pub fn negative(mut self, condition: &'c Condition) -> Self {
         self.negative = Some(condition);
         self

@@ -4,10 +4,11 @@ use sd_backend::{
     Backend, BackendOptions, Component, DType, Device, DeviceChoice, DeviceKind, Ledger, Mapping,
     Need, Placement, Residence, Seat, Streamed, peak, seats,
 };
-use sd_graph::{Estimate, Fallback};
+use sd_graph::{Estimate, Fallback, Weights};
 
 use crate::error::{Error, Result};
-use crate::qwen_image_2_1::{Canvas, IN_ORDER, PrefixCache, QwenImage21};
+use crate::qwen_image_2_1::{Canvas, IN_ORDER, PrefixCache, QwenImage21, Segment};
+use crate::rope::Size;
 
 /// What a picture needs, found without loading anything.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,6 +22,11 @@ pub struct MemoryPlan {
     pub vae_tile: Option<usize>,
     /// Where each part goes, and why, in the order in which they run.
     pub seats: Vec<Seat>,
+    /// What reads reference pictures before that, if there are any: the vision tower, and the VAE's encoder. Their weights
+    /// are loaded for it alone.
+    pub readers: Vec<Seat>,
+    /// Width and height in pixels that reference pictures are scaled to.
+    pub references: Vec<(usize, usize)>,
     /// What each device has to hold; the one that runs the steps is first.
     pub devices: Vec<DeviceNeed>,
     /// Weights that cannot be given the type asked for, and what they get.
@@ -29,7 +35,7 @@ pub struct MemoryPlan {
     pub prefix_cache: Option<PrefixNeed>,
 }
 
-/// What keys and values of a prompt take while its steps run.
+/// What keys and values of a prompt, its reference pictures included, take while its steps run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefixNeed {
@@ -119,6 +125,8 @@ impl Backends {
 pub(crate) struct Seating {
     /// In the order of [`IN_ORDER`].
     pub(crate) seats: Vec<Seat>,
+    /// The vision tower and the VAE's encoder, while there is something to read.
+    pub(crate) readers: Vec<Seat>,
     pub(crate) mapping: Mapping,
     pub(crate) devices: Vec<DeviceNeed>,
     /// What is to be kept of each condition, and whether it is.
@@ -127,9 +135,11 @@ pub(crate) struct Seating {
 
 /// What a picture is like, as far as memory goes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Scene {
-    /// Tokens of text.
-    pub(crate) tokens: usize,
+pub(crate) struct Scene<'s> {
+    /// The prompt, reference pictures included.
+    pub(crate) prompt: &'s [Segment],
+    /// Pixels of the reference pictures that have to be read first.
+    pub(crate) reading: &'s [Size],
     /// Passes of a step: two with guidance.
     pub(crate) passes: u64,
     pub(crate) canvas: Canvas,
@@ -146,7 +156,7 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         backends: &mut Backends,
-        scene: Scene,
+        scene: Scene<'_>,
         held: impl Fn(Device) -> u64,
     ) -> Result<Seating> {
         let prefix = model.prefix_type(wishes.prefix);
@@ -157,29 +167,22 @@ impl Seating {
             let choice = wish.device.as_ref().unwrap_or(&wishes.device);
             let backend = backends.on(choice.resolve()?)?;
             let estimate =
-                model.estimate(component, backend, scene.tokens, scene.canvas, prefix)?;
+                model.estimate(component, backend, scene.prompt, scene.canvas, prefix)?;
             runs.push((backend.device(), estimate));
         }
-        let without = Seating::with_runs(
-            model,
-            wishes,
-            backends.ledger(),
-            (&runs, scene),
-            false,
-            &held,
-        )?;
-        let stored = runs.iter().map(|(_, estimate)| estimate.cache_bytes).sum();
+        let readers = readers(model, backends, &runs, scene.reading, &held)?;
+        let runs = Runs {
+            parts: runs,
+            readers,
+            passes: scene.passes,
+        };
+        let without = Seating::with_runs(model, wishes, backends.ledger(), &runs, false, &held)?;
+        let parts = runs.parts.iter();
+        let stored = parts.map(|(_, estimate)| estimate.cache_bytes).sum();
         let Some(dtype) = prefix.filter(|_| stored > 0) else {
             return Ok(without);
         };
-        let with = Seating::with_runs(
-            model,
-            wishes,
-            backends.ledger(),
-            (&runs, scene),
-            true,
-            &held,
-        )?;
+        let with = Seating::with_runs(model, wishes, backends.ledger(), &runs, true, &held)?;
         let fits = with.devices.iter().all(DeviceNeed::fits) && with.is_like(&without);
         let prefix = Some(PrefixNeed {
             dtype,
@@ -199,13 +202,12 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         ledger: &Ledger,
-        (runs, scene): (&[(Device, Estimate)], Scene),
+        runs: &Runs,
         is_cached: bool,
         held: &impl Fn(Device) -> u64,
     ) -> Result<Seating> {
         let find = |mapping| {
-            let runs = (runs, scene.passes, is_cached);
-            Seating::with_mapping(model, wishes, ledger, runs, mapping, held)
+            Seating::with_mapping(model, wishes, ledger, (runs, is_cached), mapping, held)
         };
         let found = find(wishes.mapping)?;
         if wishes.mapping != Mapping::Auto {
@@ -233,7 +235,7 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         backends: &mut Backends,
-        scene: Scene,
+        scene: Scene<'_>,
         held: impl Fn(Device) -> u64,
     ) -> Result<(Seating, Canvas)> {
         let mut find = |canvas| {
@@ -275,12 +277,13 @@ impl Seating {
         model: &QwenImage21,
         wishes: &Wishes,
         ledger: &Ledger,
-        (runs, passes, is_cached): (&[(Device, Estimate)], u64, bool),
+        (runs, is_cached): (&Runs, bool),
         mapping: Mapping,
         held: &impl Fn(Device) -> u64,
     ) -> Result<Seating> {
-        let mut needs = Vec::with_capacity(IN_ORDER.len());
-        for (component, &(device, estimate)) in IN_ORDER.into_iter().zip(runs) {
+        let passes = runs.passes;
+        let mut needs = Vec::with_capacity(IN_ORDER.len() + runs.readers.len());
+        for (component, &(device, estimate)) in IN_ORDER.into_iter().zip(&runs.parts) {
             // The processor's own memory is the host's.
             let wish = match (wishes.placement.of(component).residence, device.kind()) {
                 (Some(Residence::Host), DeviceKind::Cpu) => Some(Residence::Device),
@@ -301,14 +304,21 @@ impl Seating {
                 residence: wish,
                 weights: cost.resident(),
                 compute,
-                streamed: streamed(model, component, device, &estimate, (passes, kept))?,
+                streamed: streamed(
+                    model.weights(component),
+                    component,
+                    device,
+                    &estimate,
+                    (passes, kept),
+                )?,
             });
         }
+        needs.extend(&runs.readers);
         let available = |device: Device| {
             let left = ledger.report(device).available?;
             Some(left.saturating_add(held(device)))
         };
-        let found = seats(&needs, available, host_spare(ledger));
+        let mut found = seats(&needs, available, host_spare(ledger));
         let small: Vec<Need> = needs
             .iter()
             .map(|need| Need {
@@ -333,8 +343,10 @@ impl Seating {
                 });
             }
         }
+        let readers = found.split_off(IN_ORDER.len());
         Ok(Seating {
             seats: found,
+            readers,
             mapping,
             devices,
             prefix: None,
@@ -379,9 +391,73 @@ impl Seating {
     }
 }
 
+/// What the parts of a picture take, found before anything is placed.
+struct Runs {
+    /// In the order of [`IN_ORDER`]: the device, and what it computes in.
+    parts: Vec<(Device, Estimate)>,
+    /// What reads reference pictures.
+    readers: Vec<Need>,
+    passes: u64,
+}
+
+/// What reading reference pictures of so many pixels needs: each by itself, the largest needs most. The vision tower runs
+/// where the text encoder does, the VAE's encoder where its decoder does; their weights are loaded for that alone.
+fn readers(
+    model: &QwenImage21,
+    backends: &mut Backends,
+    parts: &[(Device, Estimate)],
+    reading: &[Size],
+    held: &impl Fn(Device) -> u64,
+) -> Result<Vec<Need>> {
+    let largest = reading.iter().max_by_key(|size| size.height * size.width);
+    let device_of = |component| {
+        let mut parts = IN_ORDER.into_iter().zip(parts);
+        parts.find_map(|(found, (device, _))| (found == component).then_some(*device))
+    };
+    let (Some(&size), Some(looks), Some(encodes)) = (
+        largest,
+        device_of(Component::TextEncoder),
+        device_of(Component::Vae),
+    ) else {
+        return Ok(Vec::new());
+    };
+    let reader = model.reader()?;
+    let estimate = reader.tower_estimate(backends.on(looks)?, size)?;
+    let cost = reader.tower_cost(looks)?;
+    let compute = estimate.compute_bytes + estimate.constant_bytes;
+    let tower = Need {
+        component: Component::TextEncoder,
+        device: looks,
+        residence: Some(Residence::Disk),
+        weights: cost.resident(),
+        compute: match looks.kind() {
+            DeviceKind::Cpu => compute.max(cost.staging),
+            _ => compute,
+        },
+        streamed: streamed(
+            reader.tower_weights(),
+            Component::TextEncoder,
+            looks,
+            &estimate,
+            (1, 0),
+        )?,
+    };
+    let left = backends.ledger().report(encodes).available;
+    let room = left.map(|left| left.saturating_add(held(encodes)));
+    let encoder = Need {
+        component: Component::Vae,
+        device: encodes,
+        residence: Some(Residence::Disk),
+        weights: reader.encoder_bytes(backends.on(encodes)?, size, room)?,
+        compute: 0,
+        streamed: None,
+    };
+    Ok(vec![tower, encoder])
+}
+
 /// What `component` needs if its weights come and go while it runs, for `passes` at once that keep so many bytes each.
 fn streamed(
-    model: &QwenImage21,
+    weights: &Weights,
     component: Component,
     device: Device,
     estimate: &Estimate,
@@ -395,9 +471,7 @@ fn streamed(
         _ => 1,
     };
     // What weights pass through is the host's, and there all the time.
-    let cost = model
-        .weights(component)
-        .cost(device, Residence::Disk, Mapping::Never)?;
+    let cost = weights.cost(device, Residence::Disk, Mapping::Never)?;
     let staging = match device.kind() {
         DeviceKind::Cpu => cost.staging,
         _ => 0,

@@ -158,7 +158,7 @@ enum Range {
 }
 
 /// What `piece` gives for each part, one behind the other.
-fn join<'g>(parts: &[Part], mut piece: impl FnMut(Range) -> Tensor<'g>) -> Option<Tensor<'g>> {
+fn join<'g>(parts: &[Part], piece: impl FnMut(Range) -> Tensor<'g>) -> Option<Tensor<'g>> {
     let (mut text, mut pictures) = (0, 0);
     let ranges = parts.iter().filter_map(|part| {
         let (next, tokens) = match *part {
@@ -173,7 +173,7 @@ fn join<'g>(parts: &[Part], mut piece: impl FnMut(Range) -> Tensor<'g>) -> Optio
         })
     });
     ranges
-        .map(|range| piece(range))
+        .map(piece)
         .reduce(|joint, part| joint.concat(part, 0))
 }
 

@@ -1,4 +1,4 @@
-//! Qwen-Image 2.1: text to picture with a block-causal single-stream transformer.
+//! Qwen-Image 2.1: text and reference pictures to picture with a block-causal single-stream transformer.
 //!
 //! Reference: diffusers'
 //! [`pipeline_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/pipelines/qwenimage21/pipeline_qwenimage21.py),
@@ -10,6 +10,8 @@ mod layout;
 mod model;
 mod prefix;
 mod prompt;
+mod reading;
+mod references;
 mod transformer;
 
 pub use crate::canvas::Canvas;
@@ -20,6 +22,8 @@ pub use model::{IN_ORDER, QwenImage21, Step, StepReport};
 pub(crate) use prefix::ModelIdentity;
 pub use prefix::{ModelArgs, Prefix, PrefixCache};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};
+pub use references::{MOST_REFERENCES, RESOLUTIONS, References};
+pub(crate) use references::{Reference, dimensions, reference_sizes, segments_for};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
 
 /// Sides of a picture are multiples of this many pixels: the VAE's 16, and two latents to an image slot.

@@ -10,15 +10,18 @@ use sd_graph::{
 use serde::Deserialize;
 
 use super::condition::Condition;
-use super::layout::Layout;
+use super::layout::{Layout, Segment};
 use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, Prefixes, WeakPrefixes};
-use super::prompt::PromptTokenizer;
+use super::prompt::{PromptTokenizer, TokenizedPrompt};
+use super::reading::{Reader, deepstack};
+use super::references::{References, parts, segments};
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
 use super::{VaeConfig, VaeDecoder};
 use crate::canvas::{Canvas, Piece};
 use crate::config::read_json;
 use crate::error::{Error, Result};
-use crate::qwen3_vl::{self, TextModel};
+use crate::qwen3_vl::{self, Pictures, TextModel};
+use crate::rope;
 use crate::schedule::{FlowMatchEuler, Schedule};
 use crate::tiling::Mosaic;
 
@@ -34,15 +37,15 @@ pub const IN_ORDER: [Component; 3] = [Component::TextEncoder, Component::Diffusi
 
 /// One part of a model: what it computes, and the weights that it declared to need.
 #[derive(Debug)]
-struct Part<M> {
-    module: M,
-    weights: Weights,
+pub(super) struct Part<M> {
+    pub(super) module: M,
+    pub(super) weights: Weights,
     fallbacks: Vec<Fallback>,
 }
 
 impl<M> Part<M> {
     /// Opens the weights in the folder `name` of `model` and declares what `new` needs of them.
-    fn open(
+    pub(super) fn open(
         model: &Path,
         name: &str,
         options: &LoadOptions,
@@ -61,7 +64,7 @@ impl<M> Part<M> {
     }
 }
 
-/// A Qwen-Image 2.1 model: text encoder, transformer, VAE decoder, tokenizer and schedule.
+/// A Qwen-Image 2.1 model: text encoder, transformer, VAE decoder, tokenizer and schedule, and what reads reference pictures.
 ///
 /// Opening checks every name and shape; [`QwenImage21::load`] brings the weights into memory.
 #[derive(Debug)]
@@ -73,7 +76,8 @@ pub struct QwenImage21 {
     text_encoder: Part<TextModel>,
     transformer: Part<Transformer>,
     vae: Part<VaeDecoder>,
-    text_plans: PlanCache<usize>,
+    pub(super) reader: Option<Reader>,
+    text_plans: PlanCache<Vec<rope::Part>>,
     transformer_plans: PlanCache<Call>,
     vae_plans: PlanCache<Piece>,
     identity: ModelIdentity,
@@ -138,6 +142,7 @@ impl QwenImage21 {
         let vae = Part::open(folder, "vae", options, |root| {
             VaeDecoder::new(root, &vae_config)
         })?;
+        let reader = Reader::open(folder, options, &text_config, &vae_config)?;
         Ok(QwenImage21 {
             prompts,
             scheduler,
@@ -146,6 +151,7 @@ impl QwenImage21 {
             text_encoder,
             transformer,
             vae,
+            reader,
             text_plans: PlanCache::new(2),
             // A condition and its negative have plans of their own within one run.
             transformer_plans: PlanCache::new(2),
@@ -254,26 +260,87 @@ impl QwenImage21 {
         prompt: &str,
         cancel: &Cancel,
     ) -> Result<Condition> {
-        let tokenized = self.prompts.tokenize(prompt)?;
-        let tokens = tokenized.ids.len();
+        self.encode_with(backend, prompt, &References::none(), cancel)
+    }
+
+    /// Encodes a prompt about `references`.
+    ///
+    /// # Errors
+    /// As for [`QwenImage21::encode`].
+    pub fn encode_with(
+        &mut self,
+        backend: &mut Backend,
+        prompt: &str,
+        references: &References,
+        cancel: &Cancel,
+    ) -> Result<Condition> {
+        let TokenizedPrompt {
+            ids,
+            system_tokens,
+            parts,
+        } = self.prompts.tokenize_with(prompt, &references.tokens())?;
+        let is_text = parts.iter().flat_map(|part| {
+            let is_text = matches!(part, rope::Part::Text(_));
+            std::iter::repeat_n(is_text, part.tokens())
+        });
+        let is_text: Vec<bool> = is_text.collect();
+        let text_ids: Vec<i32> = ids
+            .iter()
+            .zip(&is_text)
+            .filter_map(|(&id, &is_text)| is_text.then_some(id))
+            .collect();
         let module = &self.text_encoder.module;
+        let features = features_of(references);
         let quiet = &mut |_: &Progress| {};
-        let plan = self
-            .text_plans
-            .get_or_build_with(tokens, backend, cancel, quiet, |g| {
-                text_graph(g, module, tokens);
-            })?;
-        plan.set("token_ids", &tokenized.ids)?;
+        let plan =
+            self.text_plans
+                .get_or_build_with(parts.clone(), backend, cancel, quiet, |g| {
+                    text_graph(g, module, &parts, features);
+                })?;
+        plan.set("token_ids", &text_ids)?;
+        if !references.is_empty() {
+            let pictures = references.0.iter();
+            let embeddings: Vec<f32> = pictures
+                .flat_map(|picture| &picture.embeddings)
+                .copied()
+                .collect();
+            plan.set("pictures", &embeddings)?;
+            for index in 0..features {
+                let pictures = references.0.iter();
+                let added: Vec<f32> = pictures
+                    .filter_map(|picture| picture.deepstack.get(index))
+                    .flatten()
+                    .copied()
+                    .collect();
+                plan.set(&deepstack(index), &added)?;
+            }
+        }
         plan.run(backend, cancel)?;
-        let mut hidden = plan.read::<f32>("hidden")?;
-        hidden.drain(..tokenized.system_tokens * module.config().hidden_size);
+        let width = module.config().hidden_size;
+        let hidden: Vec<f32> = plan
+            .read::<f32>("hidden")?
+            .chunks_exact(width)
+            .zip(&is_text)
+            .skip(system_tokens)
+            .filter(|(_, is_text)| **is_text)
+            .flat_map(|(row, _)| row)
+            .copied()
+            .collect();
         Ok(Condition {
             prompt: prompt.to_owned(),
-            tokens: tokens - tokenized.system_tokens,
-            token_ids: tokenized.ids,
+            tokens: hidden.len() / width,
+            token_ids: ids,
             hidden,
+            segments: segments(&parts, system_tokens),
+            references: references.clone(),
             prefixes: Prefixes::default(),
         })
+    }
+
+    /// What the transformer will see of a prompt about `references`.
+    pub(crate) fn prefix(&self, prompt: &str, references: &References) -> Result<Vec<Segment>> {
+        let tokenized = self.prompts.tokenize_with(prompt, &references.tokens())?;
+        Ok(segments(&tokenized.parts, tokenized.system_tokens))
     }
 
     /// The velocity `[height * width, channels]` that the transformer predicts for latents of `canvas` at `timestep` (from
@@ -324,7 +391,7 @@ impl QwenImage21 {
             .iter()
             .enumerate()
             .map(|(pass, condition)| {
-                let layout = layout_of(condition.tokens, step.canvas);
+                let layout = layout_of(&condition.segments, step.canvas);
                 let (prefix, cache) = self.prefix_of(condition, &layout, backend.device(), step);
                 let pass = if is_streamed { pass } else { 0 };
                 (
@@ -550,7 +617,7 @@ impl QwenImage21 {
         z
     }
 
-    /// What one part needs for latents of `canvas` with `tokens` of text, without allocating anything. If keys and values of
+    /// What one part needs for latents of `canvas` behind `prompt`, without allocating anything. If keys and values of
     /// the prefix are kept in the type `prefix`, that is what the transformer stores.
     ///
     /// # Errors
@@ -559,23 +626,25 @@ impl QwenImage21 {
         &self,
         component: Component,
         backend: &Backend,
-        tokens: usize,
+        prompt: &[Segment],
         canvas: impl Into<Canvas>,
         prefix: Option<DType>,
     ) -> Result<Estimate> {
         let canvas = canvas.into();
         Ok(match component {
             Component::Diffusion => {
-                let layout = layout_of(tokens, canvas);
+                let layout = layout_of(prompt, canvas);
                 let prefix = prefix.map_or(Prefix::Compute, Prefix::Store);
                 Estimate::of(backend, |g| {
                     transformer_graph(g, &self.transformer.module, &layout, prefix);
                 })?
             }
             Component::TextEncoder => {
-                let text_tokens = tokens + self.prompts.system_tokens();
+                let parts = parts(prompt, self.prompts.system_tokens());
+                let reader = self.reader.as_ref();
+                let features = reader.map_or(0, Reader::features);
                 Estimate::of(backend, |g| {
-                    text_graph(g, &self.text_encoder.module, text_tokens);
+                    text_graph(g, &self.text_encoder.module, &parts, features);
                 })?
             }
             Component::Vae => Estimate::of(backend, |g| {
@@ -620,9 +689,34 @@ impl QwenImage21 {
     }
 }
 
-fn text_graph(g: Graph<'_>, module: &TextModel, tokens: usize) {
-    let ids = g.input::<i32>("token_ids", [tokens]);
-    g.output("hidden", module.forward(g, ids));
+/// Reads `parts`, with `features` that are added to those that are pictures.
+fn text_graph(g: Graph<'_>, module: &TextModel, parts: &[rope::Part], features: usize) {
+    let tokens = |is_text: bool| -> usize {
+        let parts = parts.iter();
+        let kind = parts.filter(|part| matches!(part, rope::Part::Text(_)) == is_text);
+        kind.map(|part| part.tokens()).sum()
+    };
+    let ids = g.input::<i32>("token_ids", [tokens(true)]);
+    let hidden = match tokens(false) {
+        0 => module.forward(g, ids),
+        pictures => {
+            let shape = [pictures, module.config().hidden_size];
+            let pictures = Pictures {
+                embeddings: g.input::<f32>("pictures", shape),
+                deepstack: (0..features)
+                    .map(|index| g.input::<f32>(&deepstack(index), shape))
+                    .collect(),
+            };
+            module.forward_with_pictures(g, parts, ids, &pictures)
+        }
+    };
+    g.output("hidden", hidden);
+}
+
+/// How many features of each picture are added behind layers.
+fn features_of(references: &References) -> usize {
+    let first = references.0.first();
+    first.map_or(0, |picture| picture.deepstack.len())
 }
 
 fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, channels: usize, piece: Piece) {
@@ -630,8 +724,8 @@ fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, channels: usize, piece: Piec
     g.output("picture", module.forward(z, piece.circular));
 }
 
-fn layout_of(tokens: usize, canvas: Canvas) -> Layout {
-    Layout::text_to_image(tokens, canvas.height, canvas.width).circular(canvas.circular)
+fn layout_of(prompt: &[Segment], canvas: Canvas) -> Layout {
+    Layout::new(prompt.to_vec(), canvas.height, canvas.width).circular(canvas.circular)
 }
 
 fn transformer_graph(g: Graph<'_>, module: &Transformer, layout: &Layout, prefix: Prefix) {
@@ -658,14 +752,18 @@ fn set_inputs(
     timestep: f32,
     cache: &RunnerCache,
 ) -> Result<()> {
-    plan.set("latents", latents)?;
+    let references = condition.references.0.iter();
     match call.prefix {
-        Prefix::Compute => plan.set("text", &condition.hidden)?,
-        Prefix::Store(_) => {
+        Prefix::Read(_) => plan.set("latents", latents)?,
+        Prefix::Compute | Prefix::Store(_) => {
+            let before = references.flat_map(|reference| &reference.latents);
+            let joint: Vec<f32> = before.chain(latents).copied().collect();
+            plan.set("latents", &joint)?;
             plan.set("text", &condition.hidden)?;
-            plan.attach(cache)?;
         }
-        Prefix::Read(_) => plan.attach(cache)?,
+    }
+    if call.prefix != Prefix::Compute {
+        plan.attach(cache)?;
     }
     let timesteps = [timestep_embedding(timestep), timestep_embedding(0.0)];
     Ok(plan.set("timestep", timesteps.as_flattened())?)

@@ -8,6 +8,7 @@
 )]
 
 mod corpus;
+mod editing;
 mod fixtures;
 mod noise;
 mod picture_tiles;

@@ -3,8 +3,9 @@
 use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_graph::{Cancel, LoadOptions, Progress};
 use sd_models::qwen_image_2_1::{QwenImage21, Step};
-use sd_models::{Pipeline, Request};
+use sd_models::{Image, Pipeline, References, Request};
 
+use crate::editing::text_rows;
 use crate::fixtures::{Array, Case, folder, psnr, relative_l2, tiny};
 
 /// Facts of a recorded run that are not arrays.
@@ -19,6 +20,16 @@ fn recorded(case: &str) -> Case {
     Case::read(&folder("tiny-qwen-image-2.1-reference").join(format!("{case}.safetensors")))
 }
 
+/// The reference picture of a recorded run, if it has one, at the run's own resolution.
+fn references(pipeline: &mut Pipeline, facts: &serde_json::Value) -> References {
+    let Some(file) = facts["reference_image"].as_str() else {
+        return References::none();
+    };
+    let image = Image::open(folder("tiny-qwen-image-2.1-reference").join(file)).unwrap();
+    let read = pipeline.read_references(&[image], None, &mut |_: &Progress| {});
+    read.unwrap()
+}
+
 fn step(array: &Array, step: usize) -> &[f32] {
     let len = array.shape[1..].iter().product::<usize>();
     &array.f32[step * len..(step + 1) * len]
@@ -30,7 +41,12 @@ const TOLERANCE: f64 = 1e-4;
 
 #[test]
 fn recorded_runs_are_repeated_step_by_step() {
-    let runs = ["t2i_128_cfg_uncached", "t2i_160x96"];
+    let runs = [
+        "t2i_128_cfg_uncached",
+        "t2i_160x96",
+        "edit_128_cfg",
+        "edit_128_transparent",
+    ];
     let runs = runs.map(|name| [(name, None), (name, Some(DType::F32))]);
     for (name, prefix) in runs.into_iter().flatten() {
         let (facts, case) = (manifest(name), recorded(name));
@@ -48,30 +64,30 @@ fn recorded_runs_are_repeated_step_by_step() {
             .load(&backend, &cancel, &mut |_: &Progress| {})
             .unwrap();
 
-        let condition = model
-            .encode(&mut backend, facts["prompt"].as_str().unwrap(), &cancel)
-            .unwrap();
-        assert_eq!(condition.token_ids(), case.get("input_ids").i32, "{name}");
-        let embeds = relative_l2(condition.hidden_states(), &case.get("prompt_embeds").f32);
-        println!("{name}: prompt embeddings {embeds:e}");
-        assert!(embeds <= TOLERANCE, "{name}: prompt embeddings {embeds:e}");
-        let negative = (guidance > 1.0).then(|| {
-            let negative = model.encode(&mut backend, " ", &cancel).unwrap();
-            assert_eq!(
-                negative.token_ids(),
-                case.get("negative_input_ids").i32,
-                "{name}"
-            );
-            let embeds = relative_l2(
-                negative.hidden_states(),
-                &case.get("negative_prompt_embeds").f32,
-            );
-            assert!(
-                embeds <= TOLERANCE,
-                "{name}: negative embeddings {embeds:e}"
-            );
-            negative
-        });
+        let mut pipeline = Pipeline::open(tiny()).unwrap().device(device).threads(2);
+        pipeline = pipeline.weight_type(DType::F32);
+        let mut pipeline = pipeline.load().unwrap();
+        let references = references(&mut pipeline, &facts);
+        if let Some(latents) = references.latents(0) {
+            let error = relative_l2(latents, &case.get("reference_latents").f32);
+            println!("{name}: reference latents {error:e}");
+            assert!(error <= TOLERANCE, "{name}: reference latents {error:e}");
+        }
+        let mut encode = |prompt: &str, kind: &str| {
+            let condition = pipeline.encode_with(prompt, &references).unwrap();
+            let ids = case.get(&format!("{kind}input_ids"));
+            assert_eq!(condition.token_ids(), ids.i32, "{name}");
+            let should = match references.is_empty() {
+                true => case.get(&format!("{kind}prompt_embeds")).f32.clone(),
+                false => text_rows(&case, "", kind),
+            };
+            let error = relative_l2(condition.hidden_states(), &should);
+            println!("{name}: {kind}embeddings {error:e}");
+            assert!(error <= TOLERANCE, "{name}: {kind}embeddings {error:e}");
+            condition
+        };
+        let condition = encode(facts["prompt"].as_str().unwrap(), "");
+        let negative = (guidance > 1.0).then(|| encode(" ", "negative_"));
 
         let schedule = model.schedule(steps, size.0 * size.1).unwrap();
         assert!(relative_l2(schedule.sigmas(), &case.get("sigmas").f32) <= 1e-6);
@@ -132,7 +148,7 @@ fn recorded_runs_are_repeated_step_by_step() {
 
 #[test]
 fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
-    for name in ["t2i_128_cfg_uncached", "t2i_160x96"] {
+    for name in ["t2i_128_cfg_uncached", "t2i_160x96", "edit_128_cfg"] {
         let (facts, case) = (manifest(name), recorded(name));
         let number = |key: &str| facts[key].as_u64().unwrap() as usize;
         // At least 55 dB in single precision; 35 dB with the file's own half precision, which every product rounds to.
@@ -144,7 +160,9 @@ fn the_pipeline_makes_the_recorded_picture_from_the_seed_alone() {
                     None => builder,
                 };
                 let mut pipeline = builder.load().unwrap();
-                let condition = pipeline.encode(facts["prompt"].as_str().unwrap()).unwrap();
+                let references = references(&mut pipeline, &facts);
+                let prompt = facts["prompt"].as_str().unwrap();
+                let condition = pipeline.encode_with(prompt, &references).unwrap();
                 let request = Request::new(&condition)
                     .size(number("width"), number("height"))
                     .steps(number("steps"))

@@ -1,0 +1,233 @@
+//! Reading reference pictures: the vision tower and the VAE's encoder, which are in memory only while they read.
+
+use std::path::Path;
+
+use sd_backend::{Backend, Device, Mapping, Residence};
+use sd_graph::{
+    Cancel, Estimate, Graph, LoadCost, LoadOptions, PlanCache, Progress, Reporter, Weights,
+};
+
+use super::VaeConfig;
+use super::model::{Part, QwenImage21};
+use crate::error::{Error, Result};
+use crate::qwen3_vl::{self, ImageProcessor, VisionTower};
+use crate::rope::Size;
+use crate::wan_vae::{Clip, Tiling, WanVae};
+
+/// What reads reference pictures. Its weights come and go: most pictures are made without.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    tower: Part<VisionTower>,
+    processor: ImageProcessor,
+    plans: PlanCache<Size>,
+    /// By itself, since the decoder may be on its device all the time.
+    vae: WanVae,
+}
+
+/// What the vision tower makes of a picture: embeddings `[tokens, hidden]`, and features for the first layers of the
+/// language model.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    pub embeddings: Vec<f32>,
+    pub deepstack: Vec<Vec<f32>>,
+}
+
+impl Reader {
+    /// Opens what reads pictures in a model folder, if the checkpoint has a vision tower and its VAE an encoder. Checks names
+    /// and shapes.
+    pub(super) fn open(
+        folder: &Path,
+        options: &LoadOptions,
+        config: &qwen3_vl::Config,
+        vae: &VaeConfig,
+    ) -> Result<Option<Reader>> {
+        let Some(vision) = &config.vision_config else {
+            return Ok(None);
+        };
+        let has = |part: &str, name: &str| -> Result<bool> {
+            let checkpoint = sd_graph::Checkpoint::open(folder.join(part))?;
+            let mut names = checkpoint.tensors().map(|(found, _)| found);
+            Ok(names.any(|found| found.starts_with(name)))
+        };
+        if !has("text_encoder", "model.visual.")? || !has("vae", "encoder.")? {
+            return Ok(None);
+        }
+        crate::config::check(
+            folder,
+            &[(
+                "a token of the vision tower is two by two latents of the VAE",
+                vision.token_side() == 2 * vae.scale_factor(),
+            )],
+        )?;
+        let mut tower = Part::open(folder, "text_encoder", options, |root| {
+            VisionTower::new(root, vision)
+        })?;
+        // Of their files they are a small part, and what is mapped counts as a whole.
+        tower.weights.live(Residence::Disk, Mapping::Never);
+        Ok(Some(Reader {
+            tower,
+            processor: ImageProcessor::read(&folder.join("processor"), vision)?,
+            plans: PlanCache::new(1),
+            vae: WanVae::open(&folder.join("vae"), options)?,
+        }))
+    }
+
+    /// How pictures are made ready.
+    pub(crate) fn processor(&self) -> &ImageProcessor {
+        &self.processor
+    }
+
+    /// How many features of a picture are added behind layers of the language model.
+    pub(super) fn features(&self) -> usize {
+        self.tower.module.config().deepstack_visual_indexes.len()
+    }
+
+    /// The vision tower's weights.
+    pub(crate) fn tower_weights(&self) -> &Weights {
+        &self.tower.weights
+    }
+
+    /// What the vision tower's weights take of `device`.
+    pub(crate) fn tower_cost(&self, device: Device) -> Result<LoadCost> {
+        let (residence, mapping) = (Residence::Disk, Mapping::Never);
+        Ok(self.tower.weights.cost(device, residence, mapping)?)
+    }
+
+    /// What looking at a picture of `size` pixels takes beside them.
+    pub(crate) fn tower_estimate(&self, backend: &Backend, size: Size) -> Result<Estimate> {
+        let grid = self.processor.grid(size);
+        Ok(Estimate::of(backend, |g| {
+            tower_graph(g, &self.tower.module, grid);
+        })?)
+    }
+
+    /// Bytes that encoding a picture of `size` pixels takes, weights included: at once if `room` suffices for that, else in the
+    /// smallest squares.
+    pub(crate) fn encoder_bytes(
+        &self,
+        backend: &Backend,
+        size: Size,
+        room: Option<u64>,
+    ) -> Result<u64> {
+        let bytes = |tiling| {
+            let size = (size.height, size.width);
+            let fit = self.vae.fit_encoding(backend, 1, size, tiling)?;
+            Ok::<_, Error>(fit.bytes)
+        };
+        let whole = bytes(Tiling::Whole)?;
+        match room {
+            Some(room) if room < whole => bytes(Tiling::Squares(Tiling::SMALLEST)),
+            _ => Ok(whole),
+        }
+    }
+
+    /// Says whether the vision tower's weights pass through its device while it looks.
+    pub(crate) fn stream(&mut self, is_streamed: bool) {
+        self.tower.weights.stream(is_streamed);
+    }
+
+    /// Gives up everything that it has in memory.
+    pub(crate) fn release(&mut self) {
+        self.plans.clear();
+        self.tower.weights.release();
+        self.vae.unload();
+    }
+
+    /// Looks at the red, green and blue planes of a picture of `size` pixels. What it takes stays for the next picture.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(crate) fn look(
+        &mut self,
+        backend: &mut Backend,
+        (planes, size): (&[u8], Size),
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<Seen> {
+        let weights = &mut self.tower.weights;
+        weights.load(backend, cancel, &mut |_: &Progress| {})?;
+        weights.bring(backend, cancel, &mut |_: &Progress| {})?;
+        let (module, grid) = (&self.tower.module, self.processor.grid(size));
+        let plan = self
+            .plans
+            .get_or_build_with(grid, backend, cancel, progress, |g| {
+                tower_graph(g, module, grid);
+            })?;
+        plan.set("patches", &self.processor.patches(planes, size))?;
+        plan.run_with(backend, cancel, progress)?;
+        let features = module.config().deepstack_visual_indexes.len();
+        Ok(Seen {
+            embeddings: plan.read("embeddings")?,
+            deepstack: (0..features)
+                .map(|index| Ok(plan.read(&deepstack(index))?))
+                .collect::<Result<_>>()?,
+        })
+    }
+
+    /// Normalised latents `[pixels, channels]` of a picture's planes `[4, height, width]` with values from -1 to 1: the means
+    /// of what the encoder says.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(crate) fn encode(
+        &mut self,
+        backend: &mut Backend,
+        planes: Vec<f32>,
+        size: Size,
+        cancel: &Cancel,
+    ) -> Result<Vec<f32>> {
+        let picture = Clip {
+            frames: 1,
+            channels: 4,
+            height: size.height,
+            width: size.width,
+            values: planes,
+        };
+        let (mut latents, _) = self.vae.encode(backend, &picture, Tiling::Fit, cancel)?;
+        self.vae.config().normalize(&mut latents);
+        let pixels = latents.height * latents.width;
+        Ok((0..pixels)
+            .flat_map(|pixel| latents.values.iter().skip(pixel).step_by(pixels.max(1)))
+            .copied()
+            .collect())
+    }
+}
+
+impl QwenImage21 {
+    /// What reads reference pictures.
+    ///
+    /// # Errors
+    /// [`Error::NoReferences`] for a checkpoint without.
+    pub(crate) fn reader(&self) -> Result<&Reader> {
+        self.reader.as_ref().ok_or(MISSING)
+    }
+
+    /// As [`QwenImage21::reader`], to read with it.
+    ///
+    /// # Errors
+    /// [`Error::NoReferences`].
+    pub(crate) fn reader_mut(&mut self) -> Result<&mut Reader> {
+        self.reader.as_mut().ok_or(MISSING)
+    }
+
+    /// Whether it can read reference pictures.
+    pub fn reads_references(&self) -> bool {
+        self.reader.is_some()
+    }
+}
+
+const MISSING: Error = Error::NoReferences("vision tower and VAE encoder to read references with");
+
+/// The output that is added behind layer `index`.
+pub(super) fn deepstack(index: usize) -> String {
+    format!("deepstack {index}")
+}
+
+fn tower_graph(g: Graph<'_>, module: &VisionTower, grid: Size) {
+    let shape = [grid.height * grid.width, module.config().patch_values()];
+    let seen = module.forward(g, grid, g.input::<f32>("patches", shape));
+    g.output("embeddings", seen.embeddings);
+    for (index, features) in seen.deepstack.into_iter().enumerate() {
+        g.output(&deepstack(index), features);
+    }
+}
