@@ -8,13 +8,14 @@ use sd_models::qwen_image_2_1::QwenImage21;
 use sd_models::{ModelIndex, Pipeline};
 
 /// The files of a model folder that are not weights or the tokenizer.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     "model_index.json",
     "sd-defaults.json",
     "scheduler/scheduler_config.json",
     "text_encoder/config.json",
     "transformer/config.json",
     "vae/config.json",
+    "processor/preprocessor_config.json",
 ];
 
 /// Puts the bytes after the first into the configuration that the first one chooses, in a copy of the model `tiny` in

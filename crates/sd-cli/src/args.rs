@@ -79,7 +79,10 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Width in pixels, rounded down to a multiple of 32.
+    #[command(flatten)]
+    pub(crate) references: References,
+
+    /// Width in pixels, rounded down to a multiple of 32 [default: that of the last reference picture, or the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) width: Option<usize>,
 
@@ -136,6 +139,20 @@ pub(crate) struct Generate {
     pub(crate) json: bool,
 }
 
+/// Pictures that the prompt is about.
+#[derive(Debug, Args)]
+pub(crate) struct References {
+    /// Picture that the prompt is about (PNG, JPEG or WebP); may be given up to four times. The prompt may
+    /// speak of <image1>, <image2> and so on.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) ref_image: Vec<PathBuf>,
+
+    /// Scale reference pictures to the area of a square of so many pixels by side, from 32 to 2048: less memory and time, or
+    /// more detail [default: the area of the model's own pictures].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) ref_size: Option<usize>,
+}
+
 /// Sides of a picture that join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Sides {
@@ -175,6 +192,14 @@ pub(crate) struct Plan {
     /// Tokens of the prompt.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) tokens: usize,
+
+    /// Size of a picture that the prompt is about; may be given up to four times.
+    #[arg(long, value_name = "WxH", value_parser = dimensions)]
+    pub(crate) reference: Vec<(u32, u32)>,
+
+    /// Scale reference pictures to the area of a square of so many pixels by side [default: that of the model's own pictures].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) ref_size: Option<usize>,
 
     #[command(flatten)]
     pub(crate) resources: Resources,
@@ -398,6 +423,14 @@ pub(crate) struct RpcServer {
     /// Folder in which large weights are kept, so that clients need not send them again. It is never emptied.
     #[arg(long, value_name = "DIR")]
     pub(crate) cache: Option<PathBuf>,
+}
+
+fn dimensions(text: &str) -> Result<(u32, u32), String> {
+    let (width, height) = text.split_once(['x', 'X']).unwrap_or_default();
+    match (width.trim().parse(), height.trim().parse()) {
+        (Ok(width), Ok(height)) => Ok((width, height)),
+        _ => Err("width and height in pixels are expected, such as 1200x800".to_owned()),
+    }
 }
 
 fn address(text: &str) -> Result<Ipv4Addr, String> {

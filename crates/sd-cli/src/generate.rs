@@ -5,7 +5,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use sd_graph::{Cancel, Progress, Reporter};
-use sd_models::{Pipeline, Request};
+use sd_models::qwen_image_2_1::{MOST_REFERENCES, RESOLUTIONS};
+use sd_models::{Image, Pipeline, Request};
 use serde::Serialize;
 
 use crate::args::Generate;
@@ -23,6 +24,9 @@ struct Report<'a> {
     threads: usize,
     prompt: &'a str,
     negative_prompt: Option<&'a str>,
+    /// Width and height that reference pictures were scaled to.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    references: Vec<[usize; 2]>,
     width: usize,
     height: usize,
     steps: usize,
@@ -37,6 +41,7 @@ struct Report<'a> {
 #[derive(Debug, Serialize)]
 struct Seconds {
     load: f64,
+    read_references: f64,
     encode: f64,
     denoise: f64,
     decode: f64,
@@ -67,6 +72,8 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         Some(folder) => folder.clone(),
         None => tiny::find()?,
     };
+    let images = arguments.references.ref_image.iter().map(Image::open);
+    let images: Vec<Image> = images.collect::<Result<_, _>>()?;
     let mut display = Display::new(arguments.json);
 
     let builder = arguments.resources.apply(Pipeline::open(&folder)?);
@@ -76,11 +83,15 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     }
     let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
 
+    let resolution = arguments.references.ref_size;
+    let (references, read) = timed(|| pipeline.read_references(&images, resolution, &mut display))?;
+
     display.report(&Progress::Stage("encode"));
     let negative = arguments.negative_prompt.as_deref();
     let (conditions, encode) = timed(|| {
-        let condition = pipeline.encode(&arguments.prompt)?;
-        let negative = negative.map(|prompt| pipeline.encode(prompt)).transpose()?;
+        let condition = pipeline.encode_with(&arguments.prompt, &references)?;
+        let negative = negative.map(|prompt| pipeline.encode_with(prompt, &references));
+        let negative = negative.transpose()?;
         Ok::<_, sd_models::Error>((condition, negative))
     })?;
 
@@ -121,6 +132,10 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         threads: pipeline.threads(),
         prompt: &arguments.prompt,
         negative_prompt: negative,
+        references: references
+            .sizes()
+            .map(|(width, height)| [width, height])
+            .collect(),
         width: made.width,
         height: made.height,
         steps: made.steps,
@@ -130,6 +145,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         vae_tile: made.vae_tile,
         seconds: Seconds {
             load: seconds(load),
+            read_references: seconds(read),
             encode: seconds(encode),
             denoise: seconds(made.denoise),
             decode: seconds(made.decode),
@@ -188,6 +204,22 @@ fn check(arguments: &Generate) -> Result<(), Error> {
                 "a side has at least 32 pixels, in multiples of 32",
             );
         }
+    }
+    let count = arguments.references.ref_image.len();
+    if count > MOST_REFERENCES {
+        return refuse(
+            "ref-image",
+            format!("({count} pictures)"),
+            &format!("at most {MOST_REFERENCES} are possible"),
+        );
+    }
+    let ref_size = arguments.references.ref_size;
+    if let Some(side) = ref_size.filter(|side| !RESOLUTIONS.contains(side)) {
+        return refuse(
+            "ref-size",
+            side.to_string(),
+            "a side has from 32 to 2048 pixels",
+        );
     }
     if let Some(tile) = arguments
         .vae_tile

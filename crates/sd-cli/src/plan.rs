@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use sd_backend::Bytes;
+use sd_backend::{Bytes, Seat};
 use sd_models::Pipeline;
 use serde::Serialize;
 
@@ -17,7 +17,13 @@ struct Report {
     height: usize,
     /// Pixels along a side of what is decoded at once, where memory does not suffice for all.
     vae_tile: Option<usize>,
+    /// Width and height that reference pictures are scaled to.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    references: Vec<[usize; 2]>,
     parts: Vec<Part>,
+    /// What reads reference pictures, before everything else.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    readers: Vec<Part>,
     devices: Vec<Need>,
     fits: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -70,7 +76,16 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let size = crate::generate::size(arguments.width, arguments.height);
     let builder = arguments.resources.apply(Pipeline::open(&arguments.model)?);
     let builder = arguments.options.apply(arguments.weights.apply(builder));
-    let plan = builder.plan(size, arguments.tokens)?;
+    let references = &arguments.reference;
+    let plan = builder.plan_with(size, arguments.tokens, references, arguments.ref_size)?;
+    let part = |name, seat: &Seat| Part {
+        name,
+        device: seat.device.name(),
+        residence: seat.residence.name(),
+        weights: seat.weights,
+        compute: seat.compute,
+        reason: seat.reason.clone(),
+    };
 
     let report = Report {
         width: plan.width,
@@ -82,17 +97,20 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
             bytes: prefix.bytes,
             fits: prefix.fits,
         }),
+        references: plan
+            .references
+            .iter()
+            .map(|&(width, height)| [width, height])
+            .collect(),
         parts: plan
             .seats
             .iter()
-            .map(|seat| Part {
-                name: seat.component.name(),
-                device: seat.device.name(),
-                residence: seat.residence.name(),
-                weights: seat.weights,
-                compute: seat.compute,
-                reason: seat.reason.clone(),
-            })
+            .map(|seat| part(seat.component.name(), seat))
+            .collect(),
+        readers: ["vision-tower", "vae-encoder"]
+            .into_iter()
+            .zip(&plan.readers)
+            .map(|(name, seat)| part(name, seat))
             .collect(),
         devices: plan
             .devices
@@ -132,7 +150,7 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
         "  {:14} {:10} {:7} {:>12} {:>12}",
         "part", "runs on", "lives", "weights", "computes in"
     )?;
-    for part in &report.parts {
+    for part in report.readers.iter().chain(&report.parts) {
         writeln!(
             out,
             "  {:14} {:10} {:7} {:>12} {:>12}",
@@ -143,6 +161,15 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
             size(part.compute)
         )?;
         writeln!(out, "    {}", part.reason)?;
+    }
+    if !report.references.is_empty() {
+        let sizes = report.references.iter();
+        let sizes: Vec<String> = sizes.map(|[w, h]| format!("{w}x{h}")).collect();
+        writeln!(
+            out,
+            "reference pictures are scaled to {}; what reads them is loaded for that alone",
+            sizes.join(", ")
+        )?;
     }
     if let Some(prefix) = &report.prefix_cache {
         let fits = match prefix.fits {

@@ -76,6 +76,11 @@ impl Weights {
         self.residence
     }
 
+    /// Whether their files may be mapped.
+    pub fn mapping(&self) -> Mapping {
+        self.mapping
+    }
+
     /// Bytes of the device's memory that they take now.
     pub fn device_bytes(&self) -> u64 {
         self.on_device

@@ -93,11 +93,12 @@ impl PipelineBuilder {
     /// # Errors
     /// [`Error::Size`](crate::Error::Size), and everything that can be wrong with files.
     pub fn plan(&self, size: Option<(usize, usize)>, tokens: usize) -> Result<MemoryPlan> {
-        self.plan_with(size, tokens, &[])
+        self.plan_with(size, tokens, &[], None)
     }
 
-    /// As [`PipelineBuilder::plan`], with reference pictures of the given widths and heights, whose reading is counted. Without
-    /// a size the picture is as large as the last reference, as in a request.
+    /// As [`PipelineBuilder::plan`], with reference pictures of the given widths and heights, whose reading is counted, scaled to
+    /// `resolution` as by [`Pipeline::read_references`]. Without a size the picture is as large as the last reference, as in a
+    /// request.
     ///
     /// # Errors
     /// Those of [`Pipeline::read_references`], and as for [`PipelineBuilder::plan`].
@@ -106,12 +107,14 @@ impl PipelineBuilder {
         size: Option<(usize, usize)>,
         tokens: usize,
         references: &[(u32, u32)],
+        resolution: Option<usize>,
     ) -> Result<MemoryPlan> {
         let defaults = self.defaults()?;
         let model = QwenImage21::open(&self.folder, &self.load)?;
+        let area = defaults.reference_area(resolution)?;
         let reading = match references {
             [] => Vec::new(),
-            _ => reference_sizes(references, defaults.area(), model.reader()?.processor())?,
+            _ => reference_sizes(references, area, model.reader()?.processor())?,
         };
         let scaled = || reading.iter().map(|size| (size.width, size.height));
         let size = size.or(scaled().next_back());

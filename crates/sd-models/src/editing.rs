@@ -4,11 +4,11 @@ use sd_backend::{Component, Seat};
 use sd_graph::{Progress, Reporter};
 
 use crate::builder::COMMON_PROMPT;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::image::Image;
 use crate::pipeline::Pipeline;
 use crate::qwen_image_2_1::{
-    Condition, RESOLUTIONS, Reference, References, dimensions, reference_sizes, segments_for,
+    Condition, Reference, References, dimensions, reference_sizes, segments_for,
 };
 use crate::resample::{lanczos, on_white};
 use crate::rope::Size;
@@ -29,7 +29,8 @@ impl Pipeline {
     /// steps for each picture.
     ///
     /// # Errors
-    /// [`Error::TooManyReferences`], [`Error::Reference`], [`Error::Resolution`]; [`Error::NoReferences`] for a checkpoint that
+    /// [`Error::TooManyReferences`](crate::Error::TooManyReferences), [`Error::Reference`](crate::Error::Reference),
+    /// [`Error::Resolution`](crate::Error::Resolution); [`Error::NoReferences`](crate::Error::NoReferences) for a checkpoint that
     /// cannot read pictures; or the engine's.
     pub fn read_references(
         &mut self,
@@ -37,13 +38,10 @@ impl Pipeline {
         resolution: Option<usize>,
         progress: &mut dyn Reporter,
     ) -> Result<References> {
-        if let Some(side) = resolution.filter(|side| !RESOLUTIONS.contains(side)) {
-            return Err(Error::Resolution { side });
-        }
+        let area = self.defaults.reference_area(resolution)?;
         if images.is_empty() {
             return Ok(References::none());
         }
-        let area = resolution.map_or(self.defaults.area(), |side| side * side);
         let sizes = reference_sizes(&dimensions(images), area, self.model.reader()?.processor())?;
         // What is made of them is not known yet; it takes this at least.
         let scene = Scene {
@@ -65,7 +63,7 @@ impl Pipeline {
     /// Encodes a prompt about `references`. The result may be kept and used for any number of pictures.
     ///
     /// # Errors
-    /// [`Error::Prompt`], or the engine's.
+    /// [`Error::Prompt`](crate::Error::Prompt), or the engine's.
     pub fn encode_with(&mut self, prompt: &str, references: &References) -> Result<Condition> {
         let quiet = &mut |_: &Progress| {};
         if !references.is_empty() {

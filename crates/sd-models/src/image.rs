@@ -340,6 +340,61 @@ mod tests {
         }
     }
 
+    /// A JPEG's bytes, with an orientation in its Exif data.
+    fn jpeg(picture: &RgbaImage, orientation: u8) -> Vec<u8> {
+        let mut plain = Vec::new();
+        let encoder = image::codecs::jpeg::JpegEncoder::new_with_quality(&mut plain, 100);
+        let rgb = DynamicImage::from(picture.clone()).into_rgb8();
+        rgb.write_with_encoder(encoder).unwrap();
+        // One entry, the orientation (0x112), a 16-bit number, behind the marker of the start.
+        let exif = [
+            b"Exif\0\0MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0",
+            &[orientation, 0, 0, 0, 0, 0, 0][..],
+        ]
+        .concat();
+        let length = [0, exif.len() as u8 + 2];
+        [&plain[..2], &[0xff, 0xe1], &length, &exif, &plain[2..]].concat()
+    }
+
+    #[test]
+    fn pictures_of_other_programs_are_read_whatever_they_are_called() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("picture.png");
+        // Red at the left, blue at the right, half of it clear.
+        let picture = RgbaImage::from_fn(32, 16, |x, _| match x {
+            0..16 => image::Rgba([230, 20, 20, 255]),
+            _ => image::Rgba([20, 20, 230, 128]),
+        });
+        let mut webp = Vec::new();
+        let encoder = image::codecs::webp::WebPEncoder::new_lossless(&mut webp);
+        picture.write_with_encoder(encoder).unwrap();
+        std::fs::write(&path, &webp).unwrap();
+        assert_eq!(Image::open(&path).unwrap().pixels(), &picture);
+
+        let is_red = |image: &Image, x, y| image.pixels().get_pixel(x, y).0[0] > 128;
+        for (orientation, size, red, blue) in [
+            (1, (32, 16), (4, 8), (28, 8)),
+            (3, (32, 16), (28, 8), (4, 8)),
+            (6, (16, 32), (8, 4), (8, 28)),
+        ] {
+            std::fs::write(&path, jpeg(&picture, orientation)).unwrap();
+            let image = Image::open(&path).unwrap();
+            assert_eq!((image.width(), image.height()), size, "{orientation}");
+            assert!(is_red(&image, red.0, red.1) && !is_red(&image, blue.0, blue.1));
+            assert!(image.pixels().pixels().all(|pixel| pixel.0[3] == 255));
+        }
+        // Cut off anywhere, there is an error or a picture, never a panic.
+        for bytes in [webp, jpeg(&picture, 6)] {
+            for end in 0..bytes.len() {
+                std::fs::write(&path, &bytes[..end]).unwrap();
+                let _ = Image::open(&path);
+            }
+        }
+        std::fs::write(&path, b"RIFF\0\0\0\0WAVE").unwrap();
+        let text = Image::open(&path).unwrap_err().to_string();
+        assert!(text.contains("no PNG, JPEG or WebP"), "{text}");
+    }
+
     #[test]
     fn what_cannot_be_written_says_why_and_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::qwen_image_2_1::{Condition, SIZE_MULTIPLE};
+use crate::qwen_image_2_1::{Condition, RESOLUTIONS, SIZE_MULTIPLE};
 use crate::rope::Circular;
 
 /// Most pixels along a side: where rotary tables of the reference end.
@@ -42,9 +42,13 @@ impl Default for Defaults {
 }
 
 impl Defaults {
-    /// Pixels of a picture, to which reference pictures are scaled.
-    pub(crate) fn area(&self) -> usize {
-        self.width.saturating_mul(self.height)
+    /// Pixels that reference pictures are scaled to: those of a square of `resolution` by side, or of a picture.
+    pub(crate) fn reference_area(&self, resolution: Option<usize>) -> Result<usize> {
+        match resolution {
+            Some(side) if RESOLUTIONS.contains(&side) => Ok(side * side),
+            Some(side) => Err(Error::Resolution { side }),
+            None => Ok(self.width.saturating_mul(self.height)),
+        }
     }
 }
 

@@ -343,7 +343,11 @@ impl Seating {
                 });
             }
         }
-        let readers = found.split_off(IN_ORDER.len());
+        let mut readers = found.split_off(IN_ORDER.len());
+        for seat in &mut readers {
+            let wished = seat.reason.strip_prefix("as asked for").unwrap_or_default();
+            seat.reason = format!("is loaded to read references{wished}");
+        }
         Ok(Seating {
             seats: found,
             readers,
@@ -444,12 +448,13 @@ fn readers(
     };
     let left = backends.ledger().report(encodes).available;
     let room = left.map(|left| left.saturating_add(held(encodes)));
+    let (weights, compute) = reader.encoder_bytes(backends.on(encodes)?, size, room)?;
     let encoder = Need {
         component: Component::Vae,
         device: encodes,
         residence: Some(Residence::Disk),
-        weights: reader.encoder_bytes(backends.on(encodes)?, size, room)?,
-        compute: 0,
+        weights,
+        compute,
         streamed: None,
     };
     Ok(vec![tower, encoder])

@@ -8,6 +8,7 @@
 )]
 
 mod devices;
+mod editing;
 mod generate;
 mod info;
 mod plan;

@@ -155,8 +155,8 @@ impl VisionConfig {
         ];
         [
             (
-                "vision_config: all sizes > 0",
-                sizes.into_iter().all(|size| size > 0),
+                "vision_config: all sizes > 0, depth <= 1024",
+                sizes.into_iter().all(|size| size > 0) && self.depth <= 1024,
             ),
             ("vision_config.in_channels = 3", self.in_channels == 3),
             (
@@ -268,6 +268,10 @@ impl Config {
                     text.head_dim() > 0 && text.head_dim().is_multiple_of(2),
                 ),
                 ("text_config.rms_norm_eps >= 0", text.rms_norm_eps >= 0.0),
+                (
+                    "text_config.num_hidden_layers <= 1024",
+                    text.num_hidden_layers <= 1024,
+                ),
                 ("text_config.vocab_size > 0", text.vocab_size > 0),
                 ("text_config.hidden_act = silu", text.hidden_act == "silu"),
                 (

@@ -62,13 +62,13 @@ impl Reader {
         let mut tower = Part::open(folder, "text_encoder", options, |root| {
             VisionTower::new(root, vision)
         })?;
-        // Of their files they are a small part, and what is mapped counts as a whole.
+        // Of their files they are a part, and what is mapped counts as a whole.
         tower.weights.live(Residence::Disk, Mapping::Never);
         Ok(Some(Reader {
             tower,
             processor: ImageProcessor::read(&folder.join("processor"), vision)?,
             plans: PlanCache::new(1),
-            vae: WanVae::open(&folder.join("vae"), options)?,
+            vae: WanVae::open(&folder.join("vae"), options)?.mapping(Mapping::Never),
         }))
     }
 
@@ -101,24 +101,23 @@ impl Reader {
         })?)
     }
 
-    /// Bytes that encoding a picture of `size` pixels takes, weights included: at once if `room` suffices for that, else in the
-    /// smallest squares.
+    /// Bytes of weights, and of what is computed, that encoding a picture of `size` pixels takes: at once if `room` suffices for
+    /// that, else in the smallest squares.
     pub(crate) fn encoder_bytes(
         &self,
         backend: &Backend,
         size: Size,
         room: Option<u64>,
-    ) -> Result<u64> {
-        let bytes = |tiling| {
+    ) -> Result<(u64, u64)> {
+        let fit = |tiling| {
             let size = (size.height, size.width);
-            let fit = self.vae.fit_encoding(backend, 1, size, tiling)?;
-            Ok::<_, Error>(fit.bytes)
+            self.vae.fit_encoding(backend, 1, size, tiling)
         };
-        let whole = bytes(Tiling::Whole)?;
-        match room {
-            Some(room) if room < whole => bytes(Tiling::Squares(Tiling::SMALLEST)),
-            _ => Ok(whole),
+        let mut found = fit(Tiling::Whole)?;
+        if room.is_some_and(|room| room < found.bytes) {
+            found = fit(Tiling::Squares(Tiling::SMALLEST))?;
         }
+        Ok((found.weights, found.bytes - found.weights))
     }
 
     /// Says whether the vision tower's weights pass through its device while it looks.

@@ -1,6 +1,6 @@
 //! How much of each frame is worked on at once, and what that takes of a device's memory.
 
-use sd_backend::{Backend, DeviceKind, Ledger, Mapping, Residence};
+use sd_backend::{Backend, DeviceKind, Ledger, Residence};
 use sd_graph::Weights;
 
 use crate::canvas::Canvas;
@@ -71,6 +71,8 @@ pub struct Fit {
     pub tile: Option<usize>,
     /// Bytes that it takes, weights included.
     pub bytes: u64,
+    /// Of them, bytes of weights.
+    pub weights: u64,
     /// Bytes of the smallest budget that does, with the smallest squares that the tiling allows.
     pub smallest: u64,
     /// Bytes that it may take, if anything is known: what is free, and what the VAE itself holds.
@@ -107,7 +109,7 @@ impl Fit {
         let device = backend.device();
         let report = backend.ledger().report(device);
         let held = own.device_bytes() + others;
-        let cost = own.cost(device, Residence::Device, Mapping::Auto)?;
+        let cost = own.cost(device, Residence::Device, own.mapping())?;
         // What weights pass through is the host's, and over before anything is computed.
         let staging = match device.kind() {
             DeviceKind::Cpu => cost.staging,
@@ -117,6 +119,7 @@ impl Fit {
         let mut found = Fit {
             tile: canvas.tile,
             bytes: take(canvas)?,
+            weights: cost.resident(),
             smallest: 0,
             available: report.available.map(|left| left.saturating_add(held)),
         };

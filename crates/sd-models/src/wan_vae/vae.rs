@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sd_backend::Backend;
+use sd_backend::{Backend, Mapping, Residence};
 use sd_graph::{Cancel, Checkpoint, Declarations, LoadOptions, Progress, Scope, Weights};
 
 use super::clip::Clip;
@@ -89,6 +89,14 @@ impl WanVae {
             encoder,
             decoder,
         })
+    }
+
+    /// Says whether the weights' files may be used where they lie in memory: [`Mapping::Auto`] if not called.
+    pub fn mapping(mut self, mapping: Mapping) -> WanVae {
+        for weights in [&mut self.encoder.weights, &mut self.decoder.weights] {
+            weights.live(Residence::Device, mapping);
+        }
+        self
     }
 
     /// The configuration.

@@ -350,7 +350,7 @@ fn a_checkpoint_without_a_vision_tower_makes_pictures_from_text() {
         .read_references(&images, None, &mut quiet())
         .unwrap_err();
     assert!(matches!(error, Error::NoReferences(_)), "{error}");
-    let error = builder().plan_with(None, 8, &[(70, 40)]).unwrap_err();
+    let error = builder().plan_with(None, 8, &[(70, 40)], None).unwrap_err();
     assert!(error.to_string().contains("no vision tower"), "{error}");
     let condition = pipeline.encode("a red circle").unwrap();
     draw(
@@ -386,7 +386,7 @@ fn every_budget_from_the_smallest_on_edits_the_same() {
     let plan = |references: &[(u32, u32)]| {
         let device = fake().device();
         let builder = open().device(device).mapping(Mapping::Never).ledger(&free);
-        builder.plan_with(None, 24, references).unwrap()
+        builder.plan_with(None, 24, references, None).unwrap()
     };
     // At the model's own size the references are of 128 x 128 pixels; a plan says so and counts them.
     let (with, without) = (plan(&sizes), plan(&[]));

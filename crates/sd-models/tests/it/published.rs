@@ -4,7 +4,8 @@ use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_graph::{Checkpoint, Declarations, Estimate, LoadOptions, Scope, StoredType};
 use sd_models::Circular;
 use sd_models::qwen_image_2_1::{Layout, Prefix, Transformer, TransformerConfig, VaeDecoder};
-use sd_models::qwen3_vl::{self, TextModel};
+use sd_models::qwen3_vl::{self, Pictures, TextModel, VisionTower};
+use sd_models::rope::{Part, Size};
 use sd_models::wan_vae::{Decoder, Encoder};
 
 use crate::fixtures::folder;
@@ -177,4 +178,66 @@ fn the_text_encoder_plans_a_prompt() {
     })
     .unwrap();
     assert!(estimate.compute_bytes < 1 << 30, "{estimate:?}");
+}
+
+/// What reading one reference picture of 1024x1024 takes, and a prompt about four.
+#[test]
+fn reference_pictures_are_planned() {
+    let backend = Backend::new(Device::cpu().unwrap(), &BackendOptions::default()).unwrap();
+    let (tower, params) = declared("qwen3vl_8b.json", |root, config: &qwen3_vl::Config| {
+        VisionTower::new(root, config.vision_config.as_ref().unwrap())
+    });
+    // Beside them and those of the text there are the final norm and the head.
+    assert_eq!(params.len() + 1 + 36 * 11 + 2, 750);
+    let looking = Estimate::of(&backend, |g| {
+        let patches = g.input::<f32>("patches", [4096, 1536]);
+        let seen = tower.forward(g, Size::new(64, 64), patches);
+        assert_eq!(seen.embeddings.shape().dims(), [1024, 4096]);
+        assert_eq!(seen.deepstack.len(), 3);
+        g.output("embeddings", seen.embeddings);
+        for (index, features) in seen.deepstack.iter().enumerate() {
+            g.output(&index.to_string(), *features);
+        }
+    })
+    .unwrap();
+    println!("vision tower: {looking:?}");
+    assert!(looking.compute_bytes < 1 << 30, "{looking:?}");
+    assert!((27..=32).contains(&looking.segments), "{looking:?}");
+
+    let (encoder, _) = declared("qwenimage21_vae.json", Encoder::new);
+    let encoding = Estimate::of(&backend, |g| {
+        let picture = g.input::<f32>("picture", [1, 4, 1024, 1024]);
+        let mean = encoder.forward(picture, Circular::NONE);
+        assert_eq!(mean.shape().dims(), [1, 64, 64, 64]);
+        g.output("mean", mean);
+    })
+    .unwrap();
+    println!("VAE encoder: {encoding:?}");
+    assert!(encoding.compute_bytes < 8 << 30, "{encoding:?}");
+
+    let (text, _) = declared("qwen3vl_8b.json", |root, config: &qwen3_vl::Config| {
+        TextModel::new(root, &config.text_config)
+    });
+    for count in [1, 4] {
+        let picture = Part::Picture(Size::new(32, 32));
+        let parts = [
+            vec![Part::Text(8), picture].repeat(count),
+            vec![Part::Text(64)],
+        ]
+        .concat();
+        let reading = Estimate::of(&backend, |g| {
+            let features = |name: &str| g.input::<f32>(name, [count * 1024, 4096]);
+            let pictures = Pictures {
+                embeddings: features("pictures"),
+                deepstack: ["0", "1", "2"].map(features).to_vec(),
+            };
+            let ids = g.input::<i32>("ids", [count * 8 + 64]);
+            let hidden = text.forward_with_pictures(g, &parts, ids, &pictures);
+            assert_eq!(hidden.shape().dims(), [count * 1032 + 64, 4096]);
+            g.output("hidden", hidden);
+        })
+        .unwrap();
+        println!("text with {count} pictures: {reading:?}");
+        assert!(reading.compute_bytes < 3 << 30, "{reading:?}");
+    }
 }
