@@ -4,8 +4,10 @@
 They go to fuzz/corpus/TARGET/seed-*, beside what fuzzing found. Needs nothing but Python.
 """
 
+import base64
 import json
 import struct
+import zlib
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -122,11 +124,39 @@ for number, rule in enumerate(rules):
 # Configurations: which file, then what the tiny model has in it.
 tiny = Path(__file__).parents[1] / "models" / "tiny-qwen-image-2.1"
 files = ["model_index.json", "sd-defaults.json", "scheduler/scheduler_config.json", "text_encoder/config.json",
-         "transformer/config.json", "vae/config.json"]
+         "transformer/config.json", "vae/config.json", "processor/preprocessor_config.json"]
 for number, name in enumerate(files):
     # Short lines are changed faster than long ones.
     value = json.loads((tiny / name).read_text())
     value = json.dumps(value, separators=(",", ":")).encode()
     write("config", name.replace("/", "-"), bytes([number]) + value)
-    # 132 is a multiple of their number: the same file, and a plan.
-    write("config", "plan-" + name.replace("/", "-"), bytes([132 + number]) + value)
+    # 133 is a multiple of their number: the same file, and a plan.
+    write("config", "plan-" + name.replace("/", "-"), bytes([133 + number]) + value)
+
+# Pictures: a PNG of each kind of pixel, a JPEG that lies on its side, WebPs with and without loss.
+def png(kind, channels, depth=8):
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    row = bytes([0]) + bytes(at * 41 % 256 for at in range(5 * channels * depth // 8))
+    head = struct.pack(">IIBBBBB", 5, 3, depth, kind, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(row * 3)) + chunk(b"IEND", b"")
+
+
+for kind, channels in [(0, 1), (2, 3), (4, 2), (6, 4)]:
+    write("picture", f"png-{kind}", png(kind, channels))
+write("picture", "png-16", png(6, 4, 16))
+write("picture", "jpeg", base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/4QAiRXhpZgAATU0AKgAAAAgAAQESAAMAAAABAAYAAAAAAAD/2wBDABQODxIPDRQSEBIXFRQYHjIhHhwcHj"
+    "0sLiQySUBMS0dARkVQWnNiUFVtVkVGZIhlbXd7gYKBTmCNl4x9lnN+gXz/2wBDARUXFx4aHjshITt8U0ZTfHx8fHx8fHx8fHx8fHx8fHx8fHx8"
+    "fHx8fHx8fHx8fHx8fHx8fHx8fHx8fHx8fHx8fHz/wAARCAAFAAkDASIAAhEBAxEB/8QAFgABAQEAAAAAAAAAAAAAAAAAAAEE/8QAHBAAAQMFAA"
+    "AAAAAAAAAAAAAAAAEDIQQFFaHw/8QAFQEBAQAAAAAAAAAAAAAAAAAAAAP/xAAaEQACAgMAAAAAAAAAAAAAAAAAAwIxBBET/9oADAMBAAIRAxEA"
+    "PwCUlqYiNG/FMcgBBjZ7sYbmc7P/2Q=="
+))
+write("picture", "webp", base64.b64decode(
+    "UklGRi4AAABXRUJQVlA4TCIAAAAvCAABELmM6H/sIqL/AYVsI0DHdP56P8FwDOCwTwCESuIC"
+))
+write("picture", "webp-lossy", base64.b64decode(
+    "UklGRnoAAABXRUJQVlA4WAoAAAAQAAAACAAABAAAQUxQSB8AAAABRyAQSCTy2x9kh4jIDGQBJmMYSyyx5H+FENH/WCMfAFZQOCA0AAAA0AEAnQ"
+    "EqCQAFAAQAaCWwAnQBDrsFjgAA/tz924rcYQDLs1wy951HqT41eOqzV6hFlAAAAA=="
+))

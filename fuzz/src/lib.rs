@@ -4,6 +4,8 @@
 #[cfg(feature = "models")]
 pub mod configs;
 pub mod convert;
+#[cfg(feature = "models")]
+pub mod pictures;
 pub mod readers;
 pub mod texts;
 

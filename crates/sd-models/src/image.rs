@@ -9,8 +9,8 @@ use image::{DynamicImage, ImageDecoder, RgbaImage};
 
 use crate::error::{Error, Result};
 
-/// Most bytes of a picture that is read.
-const LARGEST: usize = 1 << 32;
+/// Most bytes of a picture that is read: those of the largest that can be made. A small file may promise any size.
+const LARGEST: usize = 1 << 30;
 
 /// A picture with straight (not premultiplied) alpha, and what it was made from.
 #[derive(Debug, Clone, PartialEq)]
@@ -195,7 +195,8 @@ impl From<RgbaImage> for Image {
 /// The picture of a decoder, turned as the file says that it was taken.
 fn upright(mut decoder: impl ImageDecoder) -> std::result::Result<Image, String> {
     let text = |error: image::ImageError| error.to_string();
-    if decoder.total_bytes() > LARGEST as u64 {
+    let (width, height) = decoder.dimensions();
+    if u64::from(width) * u64::from(height) > LARGEST as u64 / 4 {
         return Err("it is larger than any picture".to_owned());
     }
     let orientation = decoder.orientation().map_err(text)?;

@@ -230,3 +230,55 @@ fn tower_graph(g: Graph<'_>, module: &VisionTower, grid: Size) {
         g.output(&deepstack(index), features);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use sd_backend::fake::{FakeDevice, FakeOptions};
+    use sd_backend::{BackendOptions, DType, Ledger, MemoryBudget, MemoryBudgets};
+
+    use super::*;
+
+    #[test]
+    fn a_tower_whose_weights_pass_through_sees_the_same() {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-qwen-image-2.1");
+        let config = qwen3_vl::Config::read(&tiny.join("text_encoder/config.json")).unwrap();
+        let vae = VaeConfig::read(&tiny.join("vae/config.json")).unwrap();
+        let options = LoadOptions::default().weight_type(DType::F32);
+        let mut reader = Reader::open(&tiny, &options, &config, &vae)
+            .unwrap()
+            .unwrap();
+        let size = Size::new(64, 96);
+        let planes: Vec<u8> = (0..3 * 64 * 96_u32).map(|n| (n * 37 % 251) as u8).collect();
+        let mut look = |budget: MemoryBudget, is_streamed| {
+            let fake = FakeDevice::new(FakeOptions {
+                memory: 64 << 20,
+                ..FakeOptions::default()
+            });
+            let budgets = MemoryBudgets::default().with("Fake0", budget);
+            let ledger = Ledger::with_headroom(budgets, 0);
+            let options = BackendOptions::default().ledger(&ledger);
+            let mut backend = Backend::new(fake.device(), &options).unwrap();
+            reader.stream(is_streamed);
+            let picture = (&planes[..], size);
+            let quiet = &mut |_: &Progress| {};
+            let seen = reader.look(&mut backend, picture, &Cancel::new(), quiet);
+            reader.release();
+            assert_eq!(
+                (
+                    fake.counts().buffers,
+                    ledger.report(fake.device()).used.total()
+                ),
+                (0, 0)
+            );
+            (seen, fake.counts().peak_bytes as u64)
+        };
+        let (whole, peak) = look(MemoryBudget::Automatic, false);
+        let half = MemoryBudget::Bytes(peak / 2);
+        assert!(look(half.clone(), false).0.unwrap_err().is_out_of_memory());
+        let (streamed, least) = look(half, true);
+        assert!(least <= peak / 2, "{least} of {peak}");
+        let (whole, streamed) = (whole.unwrap(), streamed.unwrap());
+        assert!(whole.embeddings == streamed.embeddings);
+        assert!(whole.deepstack == streamed.deepstack && whole.deepstack.len() == 1);
+    }
+}

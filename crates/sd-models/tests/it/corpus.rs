@@ -1,4 +1,4 @@
-//! What the fuzz target of configurations checks, over its committed corpus.
+//! What the fuzz targets of configurations and pictures check, over their committed corpora.
 
 use std::fs;
 use std::path::Path;
@@ -8,6 +8,9 @@ use crate::fixtures::tiny;
 #[path = "../../../../fuzz/src/configs.rs"]
 #[allow(unreachable_pub)]
 mod configs;
+#[path = "../../../../fuzz/src/pictures.rs"]
+#[allow(unreachable_pub)]
+mod pictures;
 
 #[test]
 fn every_configuration_opens_or_says_why_not() {
@@ -21,4 +24,18 @@ fn every_configuration_opens_or_says_why_not() {
         inputs += 1;
     }
     assert!(inputs > 5, "{inputs} inputs");
+}
+
+#[test]
+fn every_file_is_a_picture_or_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/picture");
+    let mut inputs = 0;
+    for entry in fs::read_dir(corpus).unwrap() {
+        let path = entry.unwrap().path();
+        println!("{}", path.display());
+        pictures::picture(folder.path(), &fs::read(path).unwrap());
+        inputs += 1;
+    }
+    assert!(inputs >= 8, "{inputs} inputs");
 }

@@ -189,42 +189,40 @@ fn reference_pictures_are_planned() {
     });
     // Beside them and those of the text there are the final norm and the head.
     assert_eq!(params.len() + 1 + 36 * 11 + 2, 750);
-    let looking = Estimate::of(&backend, |g| {
-        let patches = g.input::<f32>("patches", [4096, 1536]);
-        let seen = tower.forward(g, Size::new(64, 64), patches);
-        assert_eq!(seen.embeddings.shape().dims(), [1024, 4096]);
-        assert_eq!(seen.deepstack.len(), 3);
-        g.output("embeddings", seen.embeddings);
-        for (index, features) in seen.deepstack.iter().enumerate() {
-            g.output(&index.to_string(), *features);
-        }
-    })
-    .unwrap();
-    println!("vision tower: {looking:?}");
-    assert!(looking.compute_bytes < 1 << 30, "{looking:?}");
-    assert!((27..=32).contains(&looking.segments), "{looking:?}");
-
     let (encoder, _) = declared("qwenimage21_vae.json", Encoder::new);
-    let encoding = Estimate::of(&backend, |g| {
-        let picture = g.input::<f32>("picture", [1, 4, 1024, 1024]);
-        let mean = encoder.forward(picture, Circular::NONE);
-        assert_eq!(mean.shape().dims(), [1, 64, 64, 64]);
-        g.output("mean", mean);
-    })
-    .unwrap();
-    println!("VAE encoder: {encoding:?}");
-    assert!(encoding.compute_bytes < 8 << 30, "{encoding:?}");
+    for (side, looks_in, encodes_in) in [(1024, 1 << 30, 2 << 30), (512, 1 << 28, 1 << 29)] {
+        let grid = Size::new(side / 16, side / 16);
+        let patches = grid.height * grid.width;
+        let looking = Estimate::of(&backend, |g| {
+            let seen = tower.forward(g, grid, g.input::<f32>("patches", [patches, 1536]));
+            assert_eq!(seen.embeddings.shape().dims(), [patches / 4, 4096]);
+            assert_eq!(seen.deepstack.len(), 3);
+            g.output("embeddings", seen.embeddings);
+            for (index, features) in seen.deepstack.iter().enumerate() {
+                g.output(&index.to_string(), *features);
+            }
+        })
+        .unwrap();
+        println!("vision tower, {side}: {looking:?}");
+        assert!(looking.compute_bytes < looks_in, "{looking:?}");
+        assert!((27..=32).contains(&looking.segments), "{looking:?}");
+        let encoding = Estimate::of(&backend, |g| {
+            let picture = g.input::<f32>("picture", [1, 4, side, side]);
+            let mean = encoder.forward(picture, Circular::NONE);
+            assert_eq!(mean.shape().dims(), [1, 64, side / 16, side / 16]);
+            g.output("mean", mean);
+        })
+        .unwrap();
+        println!("VAE encoder, {side}: {encoding:?}");
+        assert!(encoding.compute_bytes < encodes_in, "{encoding:?}");
+    }
 
     let (text, _) = declared("qwen3vl_8b.json", |root, config: &qwen3_vl::Config| {
         TextModel::new(root, &config.text_config)
     });
     for count in [1, 4] {
         let picture = Part::Picture(Size::new(32, 32));
-        let parts = [
-            vec![Part::Text(8), picture].repeat(count),
-            vec![Part::Text(64)],
-        ]
-        .concat();
+        let parts = [[Part::Text(8), picture].repeat(count), vec![Part::Text(64)]].concat();
         let reading = Estimate::of(&backend, |g| {
             let features = |name: &str| g.input::<f32>(name, [count * 1024, 4096]);
             let pictures = Pictures {
