@@ -210,6 +210,12 @@ pub(crate) fn describe(image: &mut Image, request: &Request<'_>, report: &Genera
         "\nSteps: {}, Sampler: Euler, CFG scale: {}, Seed: {}, Size: {}x{}, Model: Qwen-Image 2.1",
         report.steps, report.guidance, report.seed, report.width, report.height
     ));
+    let references = request.condition.references();
+    if !references.is_empty() {
+        let sizes = references.sizes();
+        let sizes: Vec<String> = sizes.map(|(w, h)| format!("{w}x{h}")).collect();
+        parameters.push_str(&format!(", References: {}", sizes.join(" ")));
+    }
     if report.circular.any() {
         parameters.push_str(&format!(", Circular: {}", report.circular));
     }

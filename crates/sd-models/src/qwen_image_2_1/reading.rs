@@ -274,7 +274,7 @@ mod tests {
         };
         let (whole, peak) = look(MemoryBudget::Automatic, false);
         let half = MemoryBudget::Bytes(peak / 2);
-        assert!(look(half.clone(), false).0.unwrap_err().is_out_of_memory());
+        assert!(look(half, false).0.unwrap_err().is_out_of_memory());
         let (streamed, least) = look(half, true);
         assert!(least <= peak / 2, "{least} of {peak}");
         let (whole, streamed) = (whole.unwrap(), streamed.unwrap());

@@ -131,6 +131,8 @@ fn pictures_of_any_size_are_edited_as_by_the_reference() {
             (number("width"), number("height")),
             "{name}"
         );
+        let text = &image.text()[0].1;
+        assert!(text.contains(", References: "), "{text}");
         let quality = psnr(&levels(&image), &levels(&picture(case.get("out.image"))));
         println!("{name}: picture {quality:.1} dB");
         assert!(quality >= 55.0, "{name}: {quality:.1} dB");
