@@ -143,7 +143,7 @@ pub(crate) struct Generate {
 #[derive(Debug, Args)]
 pub(crate) struct References {
     /// Picture that the prompt is about (PNG, JPEG or WebP); may be given up to four times. The prompt may
-    /// speak of <image1>, <image2> and so on.
+    /// speak of `<image1>`, `<image2>` and so on.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) ref_image: Vec<PathBuf>,
 

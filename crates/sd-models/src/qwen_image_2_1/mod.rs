@@ -6,6 +6,7 @@
 //! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
 
 mod condition;
+mod encoding;
 mod layout;
 mod model;
 mod prefix;

@@ -10,17 +10,18 @@ use sd_graph::{
 use serde::Deserialize;
 
 use super::condition::Condition;
+use super::encoding::text_graph;
 use super::layout::{Layout, Segment};
-use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, Prefixes, WeakPrefixes};
-use super::prompt::{PromptTokenizer, TokenizedPrompt};
-use super::reading::{Reader, deepstack};
-use super::references::{References, parts, segments};
+use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, WeakPrefixes};
+use super::prompt::PromptTokenizer;
+use super::reading::Reader;
+use super::references::parts;
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
 use super::{VaeConfig, VaeDecoder};
 use crate::canvas::{Canvas, Piece};
 use crate::config::read_json;
 use crate::error::{Error, Result};
-use crate::qwen3_vl::{self, Pictures, TextModel};
+use crate::qwen3_vl::{self, TextModel};
 use crate::rope;
 use crate::schedule::{FlowMatchEuler, Schedule};
 use crate::tiling::Mosaic;
@@ -69,15 +70,15 @@ impl<M> Part<M> {
 /// Opening checks every name and shape; [`QwenImage21::load`] brings the weights into memory.
 #[derive(Debug)]
 pub struct QwenImage21 {
-    prompts: PromptTokenizer,
+    pub(super) prompts: PromptTokenizer,
     scheduler: FlowMatchEuler,
     sample_sigmas: Option<Vec<f32>>,
     vae_config: VaeConfig,
-    text_encoder: Part<TextModel>,
+    pub(super) text_encoder: Part<TextModel>,
     transformer: Part<Transformer>,
     vae: Part<VaeDecoder>,
     pub(super) reader: Option<Reader>,
-    text_plans: PlanCache<Vec<rope::Part>>,
+    pub(super) text_plans: PlanCache<Vec<rope::Part>>,
     transformer_plans: PlanCache<Call>,
     vae_plans: PlanCache<Piece>,
     identity: ModelIdentity,
@@ -248,99 +249,6 @@ impl QwenImage21 {
             Some(sigmas) => self.scheduler.schedule_of(sigmas, tokens),
             None => self.scheduler.schedule(steps, tokens),
         }
-    }
-
-    /// Encodes a prompt.
-    ///
-    /// # Errors
-    /// [`Error::Prompt`], or the engine's.
-    pub fn encode(
-        &mut self,
-        backend: &mut Backend,
-        prompt: &str,
-        cancel: &Cancel,
-    ) -> Result<Condition> {
-        self.encode_with(backend, prompt, &References::none(), cancel)
-    }
-
-    /// Encodes a prompt about `references`.
-    ///
-    /// # Errors
-    /// As for [`QwenImage21::encode`].
-    pub fn encode_with(
-        &mut self,
-        backend: &mut Backend,
-        prompt: &str,
-        references: &References,
-        cancel: &Cancel,
-    ) -> Result<Condition> {
-        let TokenizedPrompt {
-            ids,
-            system_tokens,
-            parts,
-        } = self.prompts.tokenize_with(prompt, &references.tokens())?;
-        let is_text = parts.iter().flat_map(|part| {
-            let is_text = matches!(part, rope::Part::Text(_));
-            std::iter::repeat_n(is_text, part.tokens())
-        });
-        let is_text: Vec<bool> = is_text.collect();
-        let text_ids: Vec<i32> = ids
-            .iter()
-            .zip(&is_text)
-            .filter_map(|(&id, &is_text)| is_text.then_some(id))
-            .collect();
-        let module = &self.text_encoder.module;
-        let features = features_of(references);
-        let quiet = &mut |_: &Progress| {};
-        let plan =
-            self.text_plans
-                .get_or_build_with(parts.clone(), backend, cancel, quiet, |g| {
-                    text_graph(g, module, &parts, features);
-                })?;
-        plan.set("token_ids", &text_ids)?;
-        if !references.is_empty() {
-            let pictures = references.0.iter();
-            let embeddings: Vec<f32> = pictures
-                .flat_map(|picture| &picture.embeddings)
-                .copied()
-                .collect();
-            plan.set("pictures", &embeddings)?;
-            for index in 0..features {
-                let pictures = references.0.iter();
-                let added: Vec<f32> = pictures
-                    .filter_map(|picture| picture.deepstack.get(index))
-                    .flatten()
-                    .copied()
-                    .collect();
-                plan.set(&deepstack(index), &added)?;
-            }
-        }
-        plan.run(backend, cancel)?;
-        let width = module.config().hidden_size;
-        let hidden: Vec<f32> = plan
-            .read::<f32>("hidden")?
-            .chunks_exact(width)
-            .zip(&is_text)
-            .skip(system_tokens)
-            .filter(|(_, is_text)| **is_text)
-            .flat_map(|(row, _)| row)
-            .copied()
-            .collect();
-        Ok(Condition {
-            prompt: prompt.to_owned(),
-            tokens: hidden.len() / width,
-            token_ids: ids,
-            hidden,
-            segments: segments(&parts, system_tokens),
-            references: references.clone(),
-            prefixes: Prefixes::default(),
-        })
-    }
-
-    /// What the transformer will see of a prompt about `references`.
-    pub(crate) fn prefix(&self, prompt: &str, references: &References) -> Result<Vec<Segment>> {
-        let tokenized = self.prompts.tokenize_with(prompt, &references.tokens())?;
-        Ok(segments(&tokenized.parts, tokenized.system_tokens))
     }
 
     /// The velocity `[height * width, channels]` that the transformer predicts for latents of `canvas` at `timestep` (from
@@ -687,36 +595,6 @@ impl QwenImage21 {
         }
         had_any
     }
-}
-
-/// Reads `parts`, with `features` that are added to those that are pictures.
-fn text_graph(g: Graph<'_>, module: &TextModel, parts: &[rope::Part], features: usize) {
-    let tokens = |is_text: bool| -> usize {
-        let parts = parts.iter();
-        let kind = parts.filter(|part| matches!(part, rope::Part::Text(_)) == is_text);
-        kind.map(|part| part.tokens()).sum()
-    };
-    let ids = g.input::<i32>("token_ids", [tokens(true)]);
-    let hidden = match tokens(false) {
-        0 => module.forward(g, ids),
-        pictures => {
-            let shape = [pictures, module.config().hidden_size];
-            let pictures = Pictures {
-                embeddings: g.input::<f32>("pictures", shape),
-                deepstack: (0..features)
-                    .map(|index| g.input::<f32>(&deepstack(index), shape))
-                    .collect(),
-            };
-            module.forward_with_pictures(g, parts, ids, &pictures)
-        }
-    };
-    g.output("hidden", hidden);
-}
-
-/// How many features of each picture are added behind layers.
-fn features_of(references: &References) -> usize {
-    let first = references.0.first();
-    first.map_or(0, |picture| picture.deepstack.len())
 }
 
 fn decoder_graph(g: Graph<'_>, module: &VaeDecoder, channels: usize, piece: Piece) {
