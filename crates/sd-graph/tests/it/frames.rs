@@ -13,7 +13,7 @@ fn backends() -> impl Iterator<Item = Backend> {
 }
 
 /// A causal convolution written down: zeros before the first frame and around each.
-fn causal(x: &Array, kernel: &Array, conv: FrameConv) -> Array {
+pub(crate) fn causal(x: &Array, kernel: &Array, conv: FrameConv) -> Array {
     let &[frames, input, height, width] = &x.dims[..] else {
         panic!("{:?}", x.dims)
     };

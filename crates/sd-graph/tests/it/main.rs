@@ -11,6 +11,7 @@ mod blocks;
 mod caches;
 mod checkpoint;
 mod convert;
+mod convolutions;
 mod corpus;
 mod frames;
 mod gguf_file;
