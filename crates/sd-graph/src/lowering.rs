@@ -411,28 +411,27 @@ impl Lowering<'_> {
             let flat = sys::ggml_reshape_2d(ctx, kernel.as_ptr(), kw * kh * input, output);
             let product = sys::ggml_mul_mat(ctx, rows, flat);
             let channels_first = sys::ggml_reshape_4d(ctx, product, width, height, count, output);
-            Ok(self
-                .copy(non_null(sys::ggml_permute(
-                    ctx,
-                    channels_first,
-                    0,
-                    1,
-                    3,
-                    2,
-                ))?)?
-                .as_ptr())
+            let frames_first = sys::ggml_permute(ctx, channels_first, 0, 1, 3, 2);
+            Ok(self.whole(non_null(frames_first)?)?.as_ptr())
         }
     }
 
-    /// `x`, copied unless its rows are contiguous.
+    /// `x`, copied unless its rows are contiguous and lie behind one another. A single row of a transposed matrix looks
+    /// contiguous with the next row one element further: libraries of products refuse that.
     ///
     /// # Safety
     /// As for `operation`.
     pub(crate) unsafe fn rows(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
         // SAFETY: `x` is live.
         unsafe {
-            let contiguous = x.as_ref().nb[0] == sys::ggml_type_size(x.as_ref().type_);
-            if contiguous { Ok(x) } else { self.copy(x) }
+            let tensor = x.as_ref();
+            let is_contiguous = tensor.nb[0] == sys::ggml_type_size(tensor.type_);
+            let is_apart = tensor.nb[1] >= sys::ggml_row_size(tensor.type_, tensor.ne[0]);
+            if is_contiguous && is_apart {
+                Ok(x)
+            } else {
+                self.copy(x)
+            }
         }
     }
 

@@ -246,11 +246,12 @@ fn lends(
     operands.find(lender).map(root)
 }
 
-/// What `node` reads.
+/// What `node` reads. Casts name themselves as the second.
 fn operands(node: RawTensor) -> impl Iterator<Item = RawTensor> {
     // SAFETY: all tensors live in the arena of the graph.
     let sources = unsafe { node.as_ref() }.src;
-    sources.into_iter().filter_map(RawTensor::new)
+    let sources = sources.into_iter().filter_map(RawTensor::new);
+    sources.filter(move |&source| source != node)
 }
 
 /// What a view is of, or the tensor itself.
