@@ -22,6 +22,7 @@ import common
 SCRIPTS = {
     "qwenimage21_transformer": ["qwenimage21_transformer"],
     "qwenimage21_scheduler": ["qwenimage21_scheduler"],
+    "sampling": ["sampling"],
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
     "wan_vae": ["wan21_vae", "wan22_vae", "qwenimage_vae"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],

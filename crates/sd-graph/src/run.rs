@@ -70,11 +70,11 @@ pub enum Progress {
         /// Bytes of weights that were moved to the device in this run so far.
         bytes: u64,
     },
-    /// A step of a sampler was done.
+    /// A sampler has moved on: once a step, or as often as it asks the model in one.
     Step {
-        /// Steps so far.
+        /// Calls of the model so far.
         done: usize,
-        /// Steps in all.
+        /// Calls of the model in all.
         total: usize,
     },
 }

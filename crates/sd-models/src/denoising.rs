@@ -76,10 +76,12 @@ impl Denoising<'_> {
             self.canvas.tokens(),
             self.model.latent_channels(),
         );
-        for step in 0..schedule.steps() {
+        let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
+        let mut sampling = plan.sampler.start(schedule);
+        while !sampling.is_done() {
             self.cancel.check().map_err(sd_graph::Error::from)?;
-            let timestep = schedule.timestep(step) / 1000.0;
-            let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
+            let step = sampling.step() + 1;
+            let timestep = schedule.timestep(sampling.level()) / 1000.0;
             let mut velocities = self.velocities(&conditions, &latents, timestep, progress)?;
             if let (Some(negative), Some(velocity)) = (
                 negative.and_then(|_| velocities.pop()),
@@ -88,13 +90,13 @@ impl Denoising<'_> {
                 guide(velocity, &negative, plan.guidance);
             }
             let velocity = velocities.pop().unwrap_or_default();
-            schedule.euler_step(step, &mut latents, &velocity);
+            sampling.advance(&mut latents, &velocity);
             if !latents.iter().all(|value| value.is_finite()) {
-                return Err(Error::NotFinite { step: step + 1 });
+                return Err(Error::NotFinite { step });
             }
             progress.report(&Progress::Step {
-                done: step + 1,
-                total: schedule.steps(),
+                done: sampling.calls(),
+                total: plan.sampler.calls(schedule.steps()),
             });
         }
         Ok(latents)

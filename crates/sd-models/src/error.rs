@@ -105,6 +105,31 @@ pub enum Error {
     /// A number of steps that no schedule has.
     #[error("{0} steps: at least 1 and at most 1000 are possible")]
     Steps(usize),
+    /// A noise level that no schedule has.
+    #[error("a noise level of {value} at position {position}: {reason}")]
+    Sigma {
+        /// The level.
+        value: f32,
+        /// Where it stands, counted from 1.
+        position: usize,
+        /// Why it cannot be.
+        reason: &'static str,
+    },
+    /// A way to lay out noise levels for a model whose author fixed them.
+    #[error(
+        "the model's author fixed its noise levels, which cannot be laid out as `{0}`; exact ones can be given"
+    )]
+    FixedSchedule(&'static str),
+    /// A name that nothing of its kind has.
+    #[error("`{name}` is no {what}; there are {}", known.join(", "))]
+    UnknownName {
+        /// What was looked for.
+        what: &'static str,
+        /// What was given.
+        name: String,
+        /// What there is.
+        known: Vec<&'static str>,
+    },
     /// A guidance scale that is no number from 1 up.
     #[error("a guidance of {0}: it must be a number from 1 (no guidance) up")]
     Guidance(f32),

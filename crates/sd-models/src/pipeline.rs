@@ -17,6 +17,7 @@ use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImag
 use crate::request::{
     Defaults, GenerateReport, LARGEST_SIDE, Request, SMALLEST_TILE, describe, rounded,
 };
+use crate::schedule::Scheduler;
 use crate::seating::{Backends, DeviceNeed, Scene, Seating, Wishes};
 
 /// A loaded model with a device to run on: encodes prompts and makes pictures.
@@ -84,8 +85,8 @@ impl Pipeline {
     /// Makes a picture.
     ///
     /// # Errors
-    /// [`Error::Size`], [`Error::Tile`], [`Error::Steps`], [`Error::Guidance`], [`Error::NotFinite`], or the engine's.
-    /// Afterwards the pipeline can be used again.
+    /// [`Error::Size`], [`Error::Tile`], [`Error::Steps`], [`Error::Sigma`], [`Error::FixedSchedule`], [`Error::Guidance`],
+    /// [`Error::NotFinite`], or the engine's. Afterwards the pipeline can be used again.
     pub fn generate(
         &mut self,
         request: &Request<'_>,
@@ -96,14 +97,16 @@ impl Pipeline {
         let canvas = Canvas::from((plan.height / scale, plan.width / scale))
             .circular(plan.circular)
             .tile(plan.vae_tile.map(|tile| tile / scale));
-        let schedule = self.model.schedule(plan.steps, canvas.tokens())?;
+        let schedule = self
+            .model
+            .schedule_as(&request.scheduler, plan.steps, canvas.tokens())?;
         let negative = if plan.guidance > 1.0 {
             Some(self.negative(request)?)
         } else {
             None
         };
         // A picture that cannot be decoded is refused before minutes go into its latents.
-        let saves = schedule.steps() > 1 || request.keeps_prefix;
+        let saves = plan.sampler.calls(schedule.steps()) > 1 || request.keeps_prefix;
         let mut canvas = self.make_room(request, negative.as_ref(), canvas, saves, progress)?;
         let kept = self.seating.prefix.filter(|prefix| prefix.fits);
         let release = (!request.keeps_prefix).then(|| Release {
@@ -416,11 +419,13 @@ impl Pipeline {
             request.height.unwrap_or(default.1),
         );
         let (width, height) = rounded((width, height))?;
-        let steps = self
-            .model
-            .fixed_steps()
-            .or(request.steps)
-            .unwrap_or(self.defaults.steps);
+        let steps = match &request.scheduler {
+            Scheduler::Exact(levels) => levels.len(),
+            _ => {
+                let fixed = self.model.fixed_steps().or(request.steps);
+                fixed.unwrap_or(self.defaults.steps)
+            }
+        };
         let guidance = request.guidance.unwrap_or(self.defaults.guidance);
         if !(guidance.is_finite() && guidance >= 1.0) {
             return Err(Error::Guidance(guidance));
@@ -435,6 +440,8 @@ impl Pipeline {
             height,
             steps,
             guidance,
+            sampler: request.sampler,
+            scheduler: request.scheduler.name(),
             seed: request.seed,
             circular: request.circular,
             vae_tile,

@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::qwen_image_2_1::{Condition, RESOLUTIONS, SIZE_MULTIPLE};
 use crate::rope::Circular;
+use crate::sampler::Sampler;
+use crate::schedule::Scheduler;
 
 /// Most pixels along a side: where rotary tables of the reference end.
 pub(crate) const LARGEST_SIDE: usize = 16_384;
@@ -61,6 +63,8 @@ pub struct Request<'c> {
     pub(crate) height: Option<usize>,
     pub(crate) steps: Option<usize>,
     pub(crate) guidance: Option<f32>,
+    pub(crate) sampler: Sampler,
+    pub(crate) scheduler: Scheduler,
     pub(crate) seed: u64,
     pub(crate) circular: Circular,
     pub(crate) vae_tile: Option<usize>,
@@ -79,6 +83,10 @@ pub struct GenerateReport {
     pub steps: usize,
     /// Guidance scale that was used.
     pub guidance: f32,
+    /// How the steps were taken.
+    pub sampler: Sampler,
+    /// How noise levels were laid out: a name as of [`Scheduler::name`].
+    pub scheduler: &'static str,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Sides that join.
@@ -115,6 +123,8 @@ impl<'c> Request<'c> {
             height: None,
             steps: None,
             guidance: None,
+            sampler: Sampler::default(),
+            scheduler: Scheduler::default(),
             seed: 0,
             circular: Circular::NONE,
             vae_tile: None,
@@ -135,9 +145,22 @@ impl<'c> Request<'c> {
         self
     }
 
-    /// Number of steps. Ignored by models whose author fixed the schedule.
+    /// Number of steps. Ignored by models whose author fixed the schedule, and where noise levels are given exactly.
     pub fn steps(mut self, steps: usize) -> Self {
         self.steps = Some(steps);
+        self
+    }
+
+    /// How steps are taken. [`Sampler::Euler`] if not called, as in the reference.
+    pub fn sampler(mut self, sampler: Sampler) -> Self {
+        self.sampler = sampler;
+        self
+    }
+
+    /// How noise levels are laid out: the model's own if not called. Where the model's author fixed them, only exact ones
+    /// take their place.
+    pub fn scheduler(mut self, scheduler: Scheduler) -> Self {
+        self.scheduler = scheduler;
         self
     }
 
@@ -207,14 +230,22 @@ pub(crate) fn describe(image: &mut Image, request: &Request<'_>, report: &Genera
         parameters.push_str(&format!("\nNegative prompt: {negative}"));
     }
     parameters.push_str(&format!(
-        "\nSteps: {}, Sampler: Euler, CFG scale: {}, Seed: {}, Size: {}x{}, Model: Qwen-Image 2.1",
-        report.steps, report.guidance, report.seed, report.width, report.height
+        "\nSteps: {}, Sampler: {}, CFG scale: {}, Seed: {}, Size: {}x{}, Model: Qwen-Image 2.1",
+        report.steps,
+        report.sampler.title(),
+        report.guidance,
+        report.seed,
+        report.width,
+        report.height
     ));
     let references = request.condition.references();
     if !references.is_empty() {
         let sizes = references.sizes();
         let sizes: Vec<String> = sizes.map(|(w, h)| format!("{w}x{h}")).collect();
         parameters.push_str(&format!(", References: {}", sizes.join(" ")));
+    }
+    if request.scheduler != Scheduler::Model {
+        parameters.push_str(&format!(", Schedule type: {}", request.scheduler.title()));
     }
     if report.circular.any() {
         parameters.push_str(&format!(", Circular: {}", report.circular));

@@ -23,7 +23,7 @@ use crate::config::read_json;
 use crate::error::{Error, Result};
 use crate::qwen3_vl::{self, TextModel};
 use crate::rope;
-use crate::schedule::{FlowMatchEuler, Schedule};
+use crate::schedule::{FlowMatchEuler, Schedule, Scheduler};
 use crate::tiling::Mosaic;
 
 /// What of `model_index.json` bears on sampling.
@@ -245,9 +245,26 @@ impl QwenImage21 {
     /// # Errors
     /// [`Error::Steps`].
     pub fn schedule(&self, steps: usize, tokens: usize) -> Result<Schedule> {
-        match &self.sample_sigmas {
-            Some(sigmas) => self.scheduler.schedule_of(sigmas, tokens),
-            None => self.scheduler.schedule(steps, tokens),
+        self.schedule_as(&Scheduler::Model, steps, tokens)
+    }
+
+    /// As [`QwenImage21::schedule`], laid out as `scheduler` says; exact levels are as many as they are.
+    ///
+    /// # Errors
+    /// [`Error::Steps`], [`Error::Sigma`]; [`Error::FixedSchedule`] if the author fixed the levels and neither those nor exact
+    /// ones are asked for.
+    pub fn schedule_as(
+        &self,
+        scheduler: &Scheduler,
+        steps: usize,
+        tokens: usize,
+    ) -> Result<Schedule> {
+        match (&self.sample_sigmas, scheduler) {
+            (Some(sigmas), Scheduler::Model) => self.scheduler.schedule_of(sigmas, tokens),
+            (None, _) | (_, Scheduler::Exact(_)) => {
+                self.scheduler.schedule_as(scheduler, steps, tokens)
+            }
+            (Some(_), other) => Err(Error::FixedSchedule(other.name())),
         }
     }
 

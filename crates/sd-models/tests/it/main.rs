@@ -19,6 +19,7 @@ mod published;
 mod rope;
 mod rope_applied;
 mod rope_properties;
+mod sampler;
 mod schedule;
 mod seamless;
 mod text_encoder;

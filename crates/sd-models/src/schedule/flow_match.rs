@@ -1,11 +1,13 @@
-//! Noise schedules of flow-matching models, and the step that follows them.
+//! Noise levels of flow-matching models, as their configuration has them.
 
 use std::path::Path;
 
 use serde::Deserialize;
 
 use crate::config::{check, read_json};
-use crate::error::{Error, Result};
+use crate::error::Result;
+
+use super::{Schedule, Scheduler, check_steps, spacing};
 
 /// The settings of diffusers' [`FlowMatchEulerDiscreteScheduler`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/schedulers/scheduling_flow_match_euler_discrete.py).
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -68,13 +70,6 @@ impl Default for FlowMatchEuler {
     }
 }
 
-/// Noise levels from 1 down to 0: one more than there are steps.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Schedule {
-    sigmas: Vec<f32>,
-    num_train_timesteps: usize,
-}
-
 impl FlowMatchEuler {
     /// Reads `scheduler_config.json`.
     ///
@@ -85,12 +80,10 @@ impl FlowMatchEuler {
         check(
             path,
             &[
-                ("use_karras_sigmas = false", !config.use_karras_sigmas),
                 (
-                    "use_exponential_sigmas = false",
-                    !config.use_exponential_sigmas,
+                    "at most one of use_karras_sigmas, use_exponential_sigmas and use_beta_sigmas",
+                    config.spacings().count() <= 1,
                 ),
-                ("use_beta_sigmas = false", !config.use_beta_sigmas),
                 ("invert_sigmas = false", !config.invert_sigmas),
                 ("stochastic_sampling = false", !config.stochastic_sampling),
                 ("num_train_timesteps > 0", config.num_train_timesteps > 0),
@@ -117,41 +110,93 @@ impl FlowMatchEuler {
         tokens as f64 * slope + (self.base_shift - slope * self.base_image_seq_len as f64)
     }
 
+    /// The spacings that the configuration asks for; one makes sense.
+    fn spacings(&self) -> impl Iterator<Item = Scheduler> {
+        let asked = [
+            (self.use_karras_sigmas, Scheduler::Karras),
+            (self.use_exponential_sigmas, Scheduler::Exponential),
+            (self.use_beta_sigmas, Scheduler::Beta),
+        ];
+        asked
+            .into_iter()
+            .filter_map(|(is_asked, scheduler)| is_asked.then_some(scheduler))
+    }
+
     /// The schedule of `steps` evenly spaced levels, shifted for a picture of `tokens` tokens.
     ///
     /// # Errors
-    /// [`Error::Steps`].
+    /// [`Error::Steps`](crate::Error::Steps).
     pub fn schedule(&self, steps: usize, tokens: usize) -> Result<Schedule> {
-        if !(1..=1000).contains(&steps) {
-            return Err(Error::Steps(steps));
+        self.schedule_as(&Scheduler::Model, steps, tokens)
+    }
+
+    /// The schedule of `steps` levels laid out as `scheduler` says, for a picture of `tokens` tokens. Exact levels are as
+    /// many as they are.
+    ///
+    /// # Errors
+    /// [`Error::Steps`](crate::Error::Steps); [`Error::Sigma`](crate::Error::Sigma) for exact levels.
+    pub fn schedule_as(
+        &self,
+        scheduler: &Scheduler,
+        steps: usize,
+        tokens: usize,
+    ) -> Result<Schedule> {
+        if let Scheduler::Exact(sigmas) = scheduler {
+            return Schedule::exact(sigmas, self.num_train_timesteps);
         }
-        let last = 1.0 / steps as f64;
-        let spacing = if steps > 1 {
-            (last - 1.0) / (steps - 1) as f64
-        } else {
-            0.0
-        };
-        let levels: Vec<f32> = (0..steps)
-            .map(|step| if step > 0 && step + 1 == steps { last } else { 1.0 + step as f64 * spacing } as f32)
-            .collect();
-        self.schedule_of(&levels, tokens)
+        check_steps(steps)?;
+        let table = self.num_train_timesteps as f64;
+        let bent = |t: f64| f64::from(self.bend(t as f32, tokens));
+        match scheduler {
+            Scheduler::Simple => {
+                let every = table / steps as f64;
+                let levels = (0..steps).map(|step| table - (step as f64 * every).floor());
+                Ok(self.finish(levels.map(|t| bent(t / table))))
+            }
+            Scheduler::SgmUniform => {
+                let (first, last) = (bent(1.0), bent(1.0 / table));
+                let levels = (0..steps)
+                    .map(|step| first + step as f64 / steps as f64 * (last - first))
+                    .map(bent);
+                Ok(self.finish(levels))
+            }
+            _ => {
+                let last = 1.0 / steps as f64;
+                let spacing = if steps > 1 {
+                    (last - 1.0) / (steps - 1) as f64
+                } else {
+                    0.0
+                };
+                let levels: Vec<f32> = (0..steps)
+                    .map(|step| if step > 0 && step + 1 == steps { last } else { 1.0 + step as f64 * spacing } as f32)
+                    .collect();
+                Ok(self.respaced(self.shifted(&levels, tokens), scheduler))
+            }
+        }
     }
 
     /// The schedule of given levels from 1 down, without the final 0, shifted for a picture of `tokens` tokens.
     ///
     /// # Errors
-    /// [`Error::Steps`] if there are none or too many.
+    /// [`Error::Steps`](crate::Error::Steps) if there are none or too many.
     pub fn schedule_of(&self, levels: &[f32], tokens: usize) -> Result<Schedule> {
-        if !(1..=1000).contains(&levels.len()) {
-            return Err(Error::Steps(levels.len()));
-        }
+        check_steps(levels.len())?;
+        Ok(self.respaced(self.shifted(levels, tokens), &Scheduler::Model))
+    }
+
+    /// A level as the model shifts it for a picture of `tokens` tokens.
+    fn bend(&self, s: f32, tokens: usize) -> f32 {
         let mu = self.mu(tokens);
-        let bend = |s: f32| match (self.use_dynamic_shifting, self.time_shift_type) {
+        match (self.use_dynamic_shifting, self.time_shift_type) {
             (true, TimeShift::Exponential) => mu.exp() as f32 / (mu.exp() as f32 + (1.0 / s - 1.0)),
             (true, TimeShift::Linear) => mu as f32 / (mu as f32 + (1.0 / s - 1.0)),
             (false, _) => self.shift * s / (1.0 + (self.shift - 1.0) * s),
-        };
-        let mut sigmas: Vec<f32> = levels.iter().map(|&s| bend(s)).collect();
+        }
+    }
+
+    /// Levels shifted, and stretched to where the last step starts from.
+    fn shifted(&self, levels: &[f32], tokens: usize) -> Vec<f32> {
+        let mut sigmas: Vec<f32> = levels.iter().map(|&s| self.bend(s, tokens)).collect();
         if let Some(terminal) = self.shift_terminal.filter(|&terminal| terminal != 0.0) {
             let scale = (1.0 - sigmas[sigmas.len() - 1]) / (1.0 - terminal);
             // A single step starts at 1 and cannot be stretched; the reference divides 0 by 0 there.
@@ -161,35 +206,30 @@ impl FlowMatchEuler {
                 }
             }
         }
-        sigmas.push(0.0);
-        Ok(Schedule {
+        sigmas
+    }
+
+    /// As many levels between the first and the last of `sigmas`, laid out as asked for, or as the configuration asks.
+    fn respaced(&self, sigmas: Vec<f32>, scheduler: &Scheduler) -> Schedule {
+        let scheduler = match scheduler {
+            Scheduler::Model => self.spacings().next().unwrap_or_default(),
+            asked => asked.clone(),
+        };
+        let lay_out = match scheduler {
+            Scheduler::Karras => spacing::karras,
+            Scheduler::Exponential => spacing::exponential,
+            Scheduler::Beta => spacing::beta,
+            _ => return self.finish(sigmas.into_iter().map(f64::from)),
+        };
+        let (first, last) = (sigmas[0], sigmas[sigmas.len() - 1]);
+        self.finish(lay_out(first.into(), last.into(), sigmas.len()).into_iter())
+    }
+
+    fn finish(&self, levels: impl Iterator<Item = f64>) -> Schedule {
+        let sigmas = levels.map(|level| level as f32).chain([0.0]).collect();
+        Schedule {
             sigmas,
             num_train_timesteps: self.num_train_timesteps,
-        })
-    }
-}
-
-impl Schedule {
-    /// Noise levels, the final 0 included.
-    pub fn sigmas(&self) -> &[f32] {
-        &self.sigmas
-    }
-
-    /// Number of steps.
-    pub fn steps(&self) -> usize {
-        self.sigmas.len() - 1
-    }
-
-    /// The timestep of `step`, as the model was trained with: `sigma * num_train_timesteps`.
-    pub fn timestep(&self, step: usize) -> f32 {
-        self.sigmas[step] * self.num_train_timesteps as f32
-    }
-
-    /// One Euler step: `x += (sigma[step + 1] - sigma[step]) * velocity`.
-    pub fn euler_step(&self, step: usize, x: &mut [f32], velocity: &[f32]) {
-        let dt = self.sigmas[step + 1] - self.sigmas[step];
-        for (x, v) in x.iter_mut().zip(velocity) {
-            *x += dt * v;
         }
     }
 }
