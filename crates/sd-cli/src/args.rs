@@ -3,10 +3,13 @@
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::TensorTypes;
-use sd_models::{Circular, FrameRate, ModelArgs, PipelineBuilder};
+use sd_models::{
+    Circular, FrameRate, ModelArgs, PipelineBuilder, Request, Sampler, Schedule, Scheduler,
+};
 
 /// Pictures from a diffusion checkpoint.
 #[derive(Debug, Parser)]
@@ -94,6 +97,9 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) steps: Option<usize>,
 
+    #[command(flatten)]
+    pub(crate) sampling: Sampling,
+
     /// Guidance scale: 1 follows the prompt as it is, more exaggerates it and doubles the time.
     #[arg(short, long, value_name = "X", allow_negative_numbers = true)]
     pub(crate) guidance: Option<f32>,
@@ -151,6 +157,53 @@ pub(crate) struct References {
     /// more detail [default: the area of the model's own pictures].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) ref_size: Option<usize>,
+}
+
+/// How steps are taken, and at which noise levels.
+#[derive(Debug, Args)]
+pub(crate) struct Sampling {
+    /// How steps are taken. All but euler make fewer steps do; heun asks the model twice a step.
+    #[arg(long, value_name = "NAME", default_value_t = Sampler::default().name().to_owned(), value_parser = names(Sampler::ALL.map(Sampler::name)))]
+    sampler: String,
+
+    /// How the noise levels are laid out; `model` is as the checkpoint's author has them.
+    #[arg(long, value_name = "NAME", default_value_t = Scheduler::default().name().to_owned(), value_parser = names(Scheduler::NAMED.each_ref().map(Scheduler::name)))]
+    schedule: String,
+
+    /// The noise levels themselves, as many as steps, falling from at most 1, such as 1,0.8,0.5,0.2. The final 0 is implied.
+    #[arg(
+        long,
+        value_name = "LEVEL,...",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        conflicts_with_all = ["schedule", "steps"]
+    )]
+    sigmas: Vec<f32>,
+}
+
+/// One of some names, listed by the help.
+fn names<const N: usize>(names: [&'static str; N]) -> PossibleValuesParser {
+    PossibleValuesParser::new(names)
+}
+
+impl Sampling {
+    /// Passes them on.
+    pub(crate) fn apply<'c>(&self, request: Request<'c>) -> Result<Request<'c>, sd_models::Error> {
+        let scheduler = match &self.sigmas[..] {
+            [] => self.schedule.parse()?,
+            sigmas => Scheduler::Exact(sigmas.to_vec()),
+        };
+        Ok(request.sampler(self.sampler.parse()?).scheduler(scheduler))
+    }
+
+    /// Refuses levels that no model could use.
+    pub(crate) fn check(&self) -> Result<(), sd_models::Error> {
+        match &self.sigmas[..] {
+            [] => Ok(()),
+            // How many timesteps the model knows makes no difference here.
+            sigmas => Schedule::exact(sigmas, 1).map(drop),
+        }
+    }
 }
 
 /// Sides of a picture that join.

@@ -31,6 +31,8 @@ struct Report<'a> {
     height: usize,
     steps: usize,
     guidance: f32,
+    sampler: &'static str,
+    schedule: &'static str,
     seed: u64,
     circular: String,
     vae_tile: Option<usize>,
@@ -65,7 +67,7 @@ struct Bytes {
     peak_resident: Option<u64>,
 }
 
-pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
+pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
     let folder = match &arguments.model {
@@ -74,7 +76,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     };
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
-    let mut display = Display::new(arguments.json);
+    let mut display = Display::new(arguments.json || is_quiet);
 
     let builder = arguments.resources.apply(Pipeline::open(&folder)?);
     let mut builder = arguments.options.apply(arguments.weights.apply(builder));
@@ -114,6 +116,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     if let Some(guidance) = arguments.guidance {
         request = request.guidance(guidance);
     }
+    request = arguments.sampling.apply(request)?;
     let guidance = arguments.guidance.unwrap_or(defaults.guidance);
     if guidance <= 1.0 && negative.is_some() {
         tracing::warn!(
@@ -140,6 +143,8 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
         height: made.height,
         steps: made.steps,
         guidance: made.guidance,
+        sampler: made.sampler.name(),
+        schedule: made.scheduler,
         seed: made.seed,
         circular: made.circular.to_string(),
         vae_tile: made.vae_tile,
@@ -166,7 +171,7 @@ pub(crate) fn run(arguments: &Generate) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
     if arguments.json {
         json::print(&mut out, &report)?;
-    } else {
+    } else if !is_quiet {
         writeln!(
             out,
             "{}: {}x{}, {} steps, seed {}, {:.1} s",
@@ -231,6 +236,7 @@ fn check(arguments: &Generate) -> Result<(), Error> {
             "a tile has at least 64 pixels",
         );
     }
+    arguments.sampling.check()?;
     if arguments.steps == Some(0) {
         return refuse("steps", "0".to_owned(), "at least 1 step is needed");
     }

@@ -30,8 +30,8 @@ fn main() -> ExitCode {
     let arguments = Sd::parse();
     start_logging(arguments.verbose, arguments.quiet);
     let variable = std::env::var_os("SD_BACKENDS").filter(|folder| !folder.is_empty());
-    let folder = arguments.backends.or(variable.map(PathBuf::from));
-    match run(&arguments.command, folder.as_deref()) {
+    let folder = arguments.backends.clone().or(variable.map(PathBuf::from));
+    match run(&arguments, folder.as_deref()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             error::print(&error);
@@ -40,13 +40,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: &Command, backends: Option<&Path>) -> Result<(), Error> {
+fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
+    let command = &arguments.command;
     // What a checkpoint is, no device needs to know.
     if !matches!(command, Command::Info(_)) {
         backends::load(backends)?;
     }
     match command {
-        Command::Generate(arguments) => generate::run(arguments),
+        Command::Generate(options) => generate::run(options, arguments.quiet),
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Devices(arguments) => devices::run(arguments),

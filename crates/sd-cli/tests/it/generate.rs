@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use crate::run::{assert_refused, sd};
 
 /// The tiny checkpoint of the repository.
-fn tiny() -> PathBuf {
+pub(crate) fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-qwen-image-2.1")
 }
 
 /// A copy of the tiny checkpoint that a test may damage.
-fn copy_of_tiny(into: &Path) -> PathBuf {
+pub(crate) fn copy_of_tiny(into: &Path) -> PathBuf {
     fn copy(from: &Path, to: &Path) {
         fs::create_dir_all(to).unwrap();
         for entry in fs::read_dir(from).unwrap() {
@@ -30,14 +30,14 @@ fn copy_of_tiny(into: &Path) -> PathBuf {
     folder
 }
 
-struct Picture {
-    width: u32,
-    height: u32,
-    pixels: Vec<u8>,
-    texts: Vec<(String, String)>,
+pub(crate) struct Picture {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) pixels: Vec<u8>,
+    pub(crate) texts: Vec<(String, String)>,
 }
 
-fn picture(path: &Path) -> Picture {
+pub(crate) fn picture(path: &Path) -> Picture {
     let mut reader = png::Decoder::new(BufReader::new(fs::File::open(path).unwrap()))
         .read_info()
         .unwrap();

@@ -15,6 +15,7 @@ mod plan;
 #[cfg(feature = "rpc")]
 mod rpc_server;
 mod run;
+mod sampling;
 mod vae;
 
 /// The command is there in every build; in one without the feature it says what is missing.

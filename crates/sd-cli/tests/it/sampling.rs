@@ -1,0 +1,164 @@
+//! `sd generate`: how steps are taken, from which noise, and what is said meanwhile.
+
+use std::fs;
+use std::path::Path;
+
+use crate::generate::{copy_of_tiny, picture, tiny};
+use crate::run::{Ended, assert_refused, sd};
+
+/// Runs `sd generate` for a small picture with `more` arguments.
+fn generate(folder: &Path, model: &Path, more: &[&str]) -> Ended {
+    let model = model.to_str().unwrap();
+    let mut arguments = vec!["generate", "-p", "a red circle", "-m", model];
+    arguments.extend(["-W", "64", "-H", "64", "-t", "1"]);
+    arguments.extend(more);
+    sd(folder, &arguments)
+}
+
+/// The report of a run that ends well.
+#[track_caller]
+fn report(ended: &Ended) -> serde_json::Value {
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    serde_json::from_str(&ended.out).unwrap()
+}
+
+fn parameters(path: &Path) -> String {
+    picture(path).texts[0].1.clone()
+}
+
+#[test]
+fn a_quiet_run_says_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = generate(folder.path(), &tiny(), &["--steps", "1", "-q"]);
+    assert_eq!(
+        (ended.code, ended.out.as_str(), ended.err.as_str()),
+        (Some(0), "", "")
+    );
+    assert!(folder.path().join("output.png").is_file());
+}
+
+#[test]
+fn samplers_and_schedules_are_chosen_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("output.png");
+    let mut pictures = Vec::new();
+    for (more, calls, text) in [
+        (
+            &["--steps", "3", "-g", "1"][..],
+            3,
+            "Steps: 3, Sampler: Euler, CFG scale: 1",
+        ),
+        (
+            &[
+                "--steps",
+                "3",
+                "-g",
+                "2",
+                "--sampler",
+                "heun",
+                "--schedule",
+                "karras",
+            ],
+            5,
+            "Steps: 3, Sampler: Heun, CFG scale: 2",
+        ),
+        (
+            &["-g", "1", "--sampler", "dpm++_2m", "--sigmas", "1,0.8,0.5"],
+            3,
+            "Steps: 3, Sampler: DPM++ 2M, CFG scale: 1",
+        ),
+    ] {
+        let ended = generate(folder.path(), &tiny(), more);
+        assert_eq!(ended.code, Some(0), "{more:?}: {ended:?}");
+        // Calls of the model are counted, a guided one as one.
+        let last = format!("denoise {calls}/{calls}");
+        assert!(ended.err.contains(&last), "{more:?}: {}", ended.err);
+        let found = parameters(&output);
+        assert!(found.contains(text), "{found}");
+        let schedule = found.split("Schedule type: ").nth(1);
+        let wanted = match more.len() {
+            4 => None,
+            8 => Some("Karras"),
+            _ => Some("Exact"),
+        };
+        assert_eq!(schedule, wanted, "{found}");
+        pictures.push(fs::read(&output).unwrap());
+    }
+    assert!(pictures[0] != pictures[1] && pictures[1] != pictures[2]);
+
+    let tiny = tiny();
+    let tiny = tiny.to_str().unwrap();
+    let cases: &[(&[&str], &[&str])] = &[
+        (
+            &["--sampler", "euler_b"],
+            &["--sampler", "euler, heun, dpm++_2m, unipc, res_multistep"],
+        ),
+        (
+            &["--schedule", "exact"],
+            &[
+                "--schedule",
+                "model, simple, sgm_uniform, beta, karras, exponential",
+            ],
+        ),
+        (
+            &["--sigmas", "1,0.5,0"],
+            &["noise level of 0 at position 3", "the final 0 is implied"],
+        ),
+        (
+            &["--sigmas", "0.5,0.7"],
+            &["position 2", "below the one before"],
+        ),
+        (&["--sigmas", "1,-0.5"], &["position 2"]),
+        (&["--sigmas", "1,,0.5"], &["--sigmas"]),
+        (
+            &["--sigmas", "1,0.5", "--steps", "2"],
+            &["--sigmas", "--steps"],
+        ),
+        (
+            &["--sigmas", "1,0.5", "--schedule", "beta"],
+            &["--sigmas", "--schedule"],
+        ),
+    ];
+    fs::remove_file(&output).unwrap();
+    for (arguments, parts) in cases {
+        let mut all = vec!["generate", "-p", "a circle", "-m", tiny];
+        all.extend(*arguments);
+        assert_refused(folder.path(), &all, parts);
+    }
+}
+
+#[test]
+fn what_an_author_fixed_is_kept_or_replaced_as_a_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = copy_of_tiny(folder.path());
+    let index = model.join("model_index.json");
+    let text = fs::read_to_string(&index).unwrap();
+    let fixed = text.replacen(
+        "\"sample_sigmas\": null",
+        "\"sample_sigmas\": [1.0, 0.7]",
+        1,
+    );
+    assert_ne!(text, fixed);
+    fs::write(&index, fixed).unwrap();
+
+    // Steps are the author's, whatever is asked for.
+    let own = report(&generate(
+        folder.path(),
+        &model,
+        &["-g", "1", "--steps", "9", "--json"],
+    ));
+    assert_eq!(own["steps"], 2);
+    let given = ["-g", "1", "--sigmas", "1,0.9,0.4", "--json"];
+    let given = report(&generate(folder.path(), &model, &given));
+    assert_eq!(
+        (&given["steps"], &given["schedule"]),
+        (&3.into(), &"exact".into())
+    );
+    let ended = generate(folder.path(), &model, &["--schedule", "karras"]);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(
+        ended.err.contains("author fixed its noise levels"),
+        "{}",
+        ended.err
+    );
+}
