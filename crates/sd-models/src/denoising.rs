@@ -4,7 +4,6 @@ use sd_backend::{Backend, Component, DType};
 use sd_graph::{Cancel, Progress, Relief, Reporter, with_relief};
 
 use crate::error::{Error, Result};
-use crate::noise;
 use crate::qwen_image_2_1::{Canvas, Condition, QwenImage21, Step};
 use crate::request::GenerateReport;
 use crate::schedule::Schedule;
@@ -71,11 +70,9 @@ impl Denoising<'_> {
         schedule: &Schedule,
         progress: &mut dyn Reporter,
     ) -> Result<Vec<f32>> {
-        let mut latents = starting_latents(
-            plan.seed,
-            self.canvas.tokens(),
-            self.model.latent_channels(),
-        );
+        let (tokens, channels) = (self.canvas.tokens(), self.model.latent_channels());
+        let planes = plan.rng.normal(plan.seed, tokens * channels);
+        let mut latents = tokens_first(&planes, tokens);
         let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
         let mut sampling = plan.sampler.start(schedule);
         while !sampling.is_done() {
@@ -138,12 +135,11 @@ impl Denoising<'_> {
     }
 }
 
-/// Noise for `tokens` latent pixels, `[tokens, channels]`, drawn plane by plane as the reference does.
-fn starting_latents(seed: u64, tokens: usize, channels: usize) -> Vec<f32> {
-    let planes = noise::normal(seed, tokens * channels);
+/// Planes `[channels, tokens]` as `[tokens, channels]`: noise is drawn plane by plane, as the reference does.
+fn tokens_first(planes: &[f32], tokens: usize) -> Vec<f32> {
+    let channels = planes.len() / tokens.max(1);
     (0..tokens)
-        .flat_map(|token| (0..channels).map(move |channel| (token, channel)))
-        .map(|(token, channel)| planes[channel * tokens + token])
+        .flat_map(|token| (0..channels).map(move |channel| planes[channel * tokens + token]))
         .collect()
 }
 

@@ -30,6 +30,7 @@ pub use error::{Error, Result};
 pub use frame_rate::FrameRate;
 pub use image::Image;
 pub use model_index::ModelIndex;
+pub use noise::Rng;
 pub use pipeline::Pipeline;
 pub use qwen_image_2_1::{Condition, ModelArgs, PrefixCache, References};
 pub use request::{Defaults, GenerateReport, Request, SMALLEST_TILE};

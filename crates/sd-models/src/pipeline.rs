@@ -443,6 +443,7 @@ impl Pipeline {
             sampler: request.sampler,
             scheduler: request.scheduler.name(),
             seed: request.seed,
+            rng: request.rng,
             circular: request.circular,
             vae_tile,
             denoise: Duration::ZERO,

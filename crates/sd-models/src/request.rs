@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::image::Image;
+use crate::noise::Rng;
 use crate::qwen_image_2_1::{Condition, RESOLUTIONS, SIZE_MULTIPLE};
 use crate::rope::Circular;
 use crate::sampler::Sampler;
@@ -66,6 +67,7 @@ pub struct Request<'c> {
     pub(crate) sampler: Sampler,
     pub(crate) scheduler: Scheduler,
     pub(crate) seed: u64,
+    pub(crate) rng: Rng,
     pub(crate) circular: Circular,
     pub(crate) vae_tile: Option<usize>,
     pub(crate) keeps_prefix: bool,
@@ -89,6 +91,8 @@ pub struct GenerateReport {
     pub scheduler: &'static str,
     /// Seed of the starting noise.
     pub seed: u64,
+    /// Whose random numbers the seed stands for.
+    pub rng: Rng,
     /// Sides that join.
     pub circular: Circular,
     /// Pixels along a side of what was decoded at once, as asked for (rounded down to the model's multiple) or as memory
@@ -126,6 +130,7 @@ impl<'c> Request<'c> {
             sampler: Sampler::default(),
             scheduler: Scheduler::default(),
             seed: 0,
+            rng: Rng::default(),
             circular: Circular::NONE,
             vae_tile: None,
             keeps_prefix: false,
@@ -193,7 +198,13 @@ impl<'c> Request<'c> {
         self
     }
 
-    /// Seed of the starting noise; the same as PyTorch's on a processor, so only its lower 32 bits matter.
+    /// Whose random numbers the seed stands for: PyTorch's on a processor if not called.
+    pub fn rng(mut self, rng: Rng) -> Self {
+        self.rng = rng;
+        self
+    }
+
+    /// Seed of the starting noise. Of PyTorch's on a processor only the lower 32 bits matter.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -246,6 +257,9 @@ pub(crate) fn describe(image: &mut Image, request: &Request<'_>, report: &Genera
     }
     if request.scheduler != Scheduler::Model {
         parameters.push_str(&format!(", Schedule type: {}", request.scheduler.title()));
+    }
+    if report.rng != Rng::default() {
+        parameters.push_str(&format!(", RNG: {}", report.rng));
     }
     if report.circular.any() {
         parameters.push_str(&format!(", Circular: {}", report.circular));

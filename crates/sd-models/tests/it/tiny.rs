@@ -256,3 +256,30 @@ fn weights_of_other_types_draw_the_same_picture() {
         assert_eq!(planned, of);
     }
 }
+
+#[test]
+fn the_same_seed_gives_the_same_picture_on_every_number_of_threads() {
+    let draw = |threads: usize, dtype: Option<DType>| {
+        let builder = Pipeline::open(tiny()).unwrap().device("cpu");
+        let mut builder = builder.threads(threads);
+        if let Some(dtype) = dtype {
+            builder = builder.weight_type(dtype);
+        }
+        let mut pipeline = builder.load().unwrap();
+        let condition = pipeline.encode("a small green square").unwrap();
+        let request = Request::new(&condition).size(96, 64).steps(3).guidance(3.0);
+        let (image, _) = pipeline
+            .generate(&request.seed(5), &mut |_: &Progress| {})
+            .unwrap();
+        image.pixels().as_raw().clone()
+    };
+    for dtype in [None, Some(DType::F32), Some(DType::Q8_0)] {
+        let one = draw(1, dtype);
+        for threads in [2, 3, 4] {
+            assert!(
+                draw(threads, dtype) == one,
+                "{dtype:?}: another picture with {threads} threads"
+            );
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! Starting noise, the same for a seed as PyTorch makes on a processor.
+//! Noise as PyTorch makes it on a processor.
 //!
 //! So a seed gives the picture that the reference pipelines give. Sources:
 //! [`normal_fill`](https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cpu/DistributionTemplates.h) and
