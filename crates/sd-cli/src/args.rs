@@ -8,7 +8,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::TensorTypes;
 use sd_models::{
-    Circular, FrameRate, ModelArgs, PipelineBuilder, Request, Sampler, Schedule, Scheduler,
+    Circular, FrameRate, ModelArgs, PipelineBuilder, Request, Rng, Sampler, Schedule, Scheduler,
 };
 
 /// Pictures from a diffusion checkpoint.
@@ -113,6 +113,11 @@ pub(crate) struct Generate {
         allow_negative_numbers = true
     )]
     pub(crate) seed: u64,
+
+    /// Whose random numbers the seed stands for: PyTorch's on a processor (cpu), or on a graphics card of NVIDIA (cuda, and
+    /// cuda:THREADS for one that runs fewer threads at once than the picture has latents: 196608 on an RTX 4090).
+    #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
+    pub(crate) rng: Rng,
 
     /// Sides that continue at the opposite one, so that the picture tiles without a seam.
     #[arg(long, value_name = "SIDES")]

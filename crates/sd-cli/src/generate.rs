@@ -34,6 +34,7 @@ struct Report<'a> {
     sampler: &'static str,
     schedule: &'static str,
     seed: u64,
+    rng: String,
     circular: String,
     vae_tile: Option<usize>,
     seconds: Seconds,
@@ -99,6 +100,7 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
 
     let mut request = Request::new(&conditions.0)
         .seed(arguments.seed)
+        .rng(arguments.rng)
         .circular(arguments.circular.map(Into::into).unwrap_or_default());
     if let Some(pixels) = arguments.vae_tile {
         request = request.vae_tile(pixels);
@@ -146,6 +148,7 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
         sampler: made.sampler.name(),
         schedule: made.scheduler,
         seed: made.seed,
+        rng: made.rng.to_string(),
         circular: made.circular.to_string(),
         vae_tile: made.vae_tile,
         seconds: Seconds {
