@@ -114,6 +114,15 @@ pub(crate) struct Generate {
     )]
     pub(crate) seed: u64,
 
+    /// Make so many pictures, of this seed and the following ones; the prompt is computed once.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        allow_negative_numbers = true
+    )]
+    pub(crate) count: u64,
+
     /// Whose random numbers the seed stands for: PyTorch's on a processor (cpu), or on a graphics card of NVIDIA (cuda, and
     /// cuda:THREADS for one that runs fewer threads at once than the picture has latents: 196608 on an RTX 4090).
     #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
@@ -141,11 +150,12 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
 
-    /// File to write.
+    /// File to write; {seed} in its name is the seed. Several pictures are numbered (output-1.png, output-2.png) where the
+    /// name does not say so.
     #[arg(short, long, value_name = "FILE.png", default_value = "output.png")]
     pub(crate) output: PathBuf,
 
-    /// Print one report in JSON on standard output: sizes, seconds per stage, bytes.
+    /// Print one report in JSON on standard output: sizes, seconds per stage, bytes, and all pictures.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -1,7 +1,7 @@
 //! `sd generate`.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use sd_graph::{Cancel, Progress, Reporter};
@@ -18,7 +18,6 @@ use crate::tiny;
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
 struct Report<'a> {
-    output: String,
     model: String,
     device: String,
     threads: usize,
@@ -33,12 +32,36 @@ struct Report<'a> {
     guidance: f32,
     sampler: &'static str,
     schedule: &'static str,
-    seed: u64,
     rng: String,
     circular: String,
     vae_tile: Option<usize>,
+    /// In all.
     seconds: Seconds,
     bytes: Bytes,
+    pictures: Vec<Picture>,
+}
+
+/// One picture.
+#[derive(Debug, Serialize)]
+struct Picture {
+    output: String,
+    seed: u64,
+    /// Calls of the model, a guided one counted as one.
+    calls: usize,
+    /// How often keys and values of a prompt were computed and stored, and how often they were read instead.
+    prefix_stores: usize,
+    prefix_reads: usize,
+    seconds: PictureSeconds,
+    /// Of its file.
+    bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct PictureSeconds {
+    denoise: f64,
+    decode: f64,
+    save: f64,
+    total: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -62,7 +85,7 @@ struct Bytes {
     compute: u64,
     /// The most that keys and values of the prompts took while the steps ran.
     prefix_cache: u64,
-    file: u64,
+    files: u64,
     /// Most bytes of this process in memory at once, where the system tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_resident: Option<u64>,
@@ -99,7 +122,6 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
     })?;
 
     let mut request = Request::new(&conditions.0)
-        .seed(arguments.seed)
         .rng(arguments.rng)
         .circular(arguments.circular.map(Into::into).unwrap_or_default());
     if let Some(pixels) = arguments.vae_tile {
@@ -125,13 +147,56 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
             "--negative-prompt has no effect with a guidance of {guidance}; give --guidance above 1"
         );
     }
-    let (image, made) = pipeline.generate(&request, &mut display)?;
-    let ((), save) = timed(|| image.save(&arguments.output))?;
+    let mut pictures = Vec::new();
+    let mut last = None;
+    let mut failure = None;
+    for index in 0..arguments.count {
+        let picture_started = Instant::now();
+        let seed = arguments.seed + index;
+        if arguments.count > 1 {
+            display.begin(index + 1, arguments.count, seed);
+        }
+        // What is kept of the prompts serves all pictures.
+        let request = request
+            .clone()
+            .seed(seed)
+            .keep_prefix(index + 1 < arguments.count);
+        let output = output_of(&arguments.output, seed, index, arguments.count);
+        let made = pipeline
+            .generate(&request, &mut display)
+            .and_then(|(image, made)| Ok((made, timed(|| image.save(&output))?)));
+        let (made, ((), save)) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        };
+        pictures.push(Picture {
+            output: output.display().to_string(),
+            seed,
+            calls: made.calls,
+            prefix_stores: made.prefix_stores,
+            prefix_reads: made.prefix_reads,
+            seconds: PictureSeconds {
+                denoise: seconds(made.denoise),
+                decode: seconds(made.decode),
+                save: seconds(save),
+                total: seconds(picture_started.elapsed()),
+            },
+            bytes: file_size(&output),
+        });
+        last = Some(made);
+    }
     display.finish();
-
-    let seconds = |duration: Duration| (duration.as_secs_f64() * 1e4).round() / 1e4;
+    let Some(made) = last else {
+        return failure.map_or(Ok(()), |error| Err(error.into()));
+    };
+    let sum = |of: fn(&PictureSeconds) -> f64| {
+        let all = pictures.iter().map(|picture| of(&picture.seconds));
+        (all.sum::<f64>() * 1e4).round() / 1e4
+    };
     let report = Report {
-        output: arguments.output.display().to_string(),
         model: folder.display().to_string(),
         device: pipeline.device().name(),
         threads: pipeline.threads(),
@@ -147,7 +212,6 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
         guidance: made.guidance,
         sampler: made.sampler.name(),
         schedule: made.scheduler,
-        seed: made.seed,
         rng: made.rng.to_string(),
         circular: made.circular.to_string(),
         vae_tile: made.vae_tile,
@@ -155,9 +219,9 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
             load: seconds(load),
             read_references: seconds(read),
             encode: seconds(encode),
-            denoise: seconds(made.denoise),
-            decode: seconds(made.decode),
-            save: seconds(save),
+            denoise: sum(|seconds| seconds.denoise),
+            decode: sum(|seconds| seconds.decode),
+            save: sum(|seconds| seconds.save),
             total: seconds(started.elapsed()),
         },
         bytes: Bytes {
@@ -167,27 +231,54 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
             converted: pipeline.loaded().converted,
             compute: made.compute_bytes,
             prefix_cache: made.prefix_bytes,
-            file: file_size(&arguments.output),
+            files: pictures.iter().map(|picture| picture.bytes).sum(),
             peak_resident: peak_resident(),
         },
+        pictures,
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
         json::print(&mut out, &report)?;
     } else if !is_quiet {
-        writeln!(
-            out,
-            "{}: {}x{}, {} steps, seed {}, {:.1} s",
-            report.output,
-            report.width,
-            report.height,
-            report.steps,
-            report.seed,
-            report.seconds.total
-        )?;
+        for picture in &report.pictures {
+            let total = match arguments.count {
+                1 => report.seconds.total,
+                _ => picture.seconds.total,
+            };
+            writeln!(
+                out,
+                "{}: {}x{}, {} steps, seed {}, {total:.1} s",
+                picture.output, report.width, report.height, report.steps, picture.seed,
+            )?;
+        }
     }
-    Ok(())
+    failure.map_or(Ok(()), |error| Err(error.into()))
 }
+
+fn seconds(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e4).round() / 1e4
+}
+
+/// The file of one picture of `count`: the seed in place of `{seed}`, or its number behind the name where there are several.
+fn output_of(output: &Path, seed: u64, index: u64, count: u64) -> PathBuf {
+    let name = output.file_name().unwrap_or_default();
+    if let Some(name) = name.to_str().filter(|name| name.contains(SEED)) {
+        return output.with_file_name(name.replace(SEED, &seed.to_string()));
+    }
+    if count == 1 {
+        return output.to_owned();
+    }
+    let mut numbered = output.file_stem().unwrap_or_default().to_owned();
+    numbered.push(format!("-{}", index + 1));
+    if let Some(extension) = output.extension() {
+        numbered.push(".");
+        numbered.push(extension);
+    }
+    output.with_file_name(numbered)
+}
+
+/// What stands for the seed in a file's name.
+const SEED: &str = "{seed}";
 
 /// The size that was asked for; a single side makes a square.
 pub(crate) fn size(width: Option<usize>, height: Option<usize>) -> Option<(usize, usize)> {
@@ -242,6 +333,16 @@ fn check(arguments: &Generate) -> Result<(), Error> {
     arguments.sampling.check()?;
     if arguments.steps == Some(0) {
         return refuse("steps", "0".to_owned(), "at least 1 step is needed");
+    }
+    if arguments.count == 0 {
+        return refuse("count", "0".to_owned(), "at least 1 picture is needed");
+    }
+    if arguments.seed.checked_add(arguments.count - 1).is_none() {
+        return refuse(
+            "count",
+            arguments.count.to_string(),
+            "there are not so many seeds from the given one up",
+        );
     }
     if arguments.threads == Some(0) {
         return refuse("threads", "0".to_owned(), "at least 1 thread is needed");

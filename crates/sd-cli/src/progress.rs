@@ -24,6 +24,15 @@ impl Display {
         }
     }
 
+    /// Says which of several pictures is begun.
+    pub(crate) fn begin(&self, number: u64, count: u64, seed: u64) {
+        let text = format!("picture {number}/{count}, seed {seed}");
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => self.line(&text),
+        }
+    }
+
     /// Takes the bar away, so that what is printed next stands alone.
     pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {

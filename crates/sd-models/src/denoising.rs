@@ -26,6 +26,7 @@ pub(crate) struct Denoising<'r> {
 pub(crate) struct Took {
     pub streamed_bytes: u64,
     pub prefix_bytes: u64,
+    pub calls: usize,
     pub stores: usize,
     pub reads: usize,
 }
@@ -87,6 +88,7 @@ impl Denoising<'_> {
                 guide(velocity, &negative, plan.guidance);
             }
             let velocity = velocities.pop().unwrap_or_default();
+            self.took.calls += 1;
             sampling.advance(&mut latents, &velocity);
             if !latents.iter().all(|value| value.is_finite()) {
                 return Err(Error::NotFinite { step });

@@ -188,6 +188,7 @@ impl Pipeline {
             prefix_stores: took.stores,
             prefix_reads: took.reads,
             vae_tile: canvas.tile.map(|tile| tile * scale),
+            calls: took.calls,
             ..plan
         };
         describe(&mut image, request, &report);
@@ -444,6 +445,7 @@ impl Pipeline {
             scheduler: request.scheduler.name(),
             seed: request.seed,
             rng: request.rng,
+            calls: 0,
             circular: request.circular,
             vae_tile,
             denoise: Duration::ZERO,

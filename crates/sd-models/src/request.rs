@@ -93,6 +93,8 @@ pub struct GenerateReport {
     pub seed: u64,
     /// Whose random numbers the seed stands for.
     pub rng: Rng,
+    /// How often the sampler asked the model; a guided call, of which there are two of the transformer, is one.
+    pub calls: usize,
     /// Sides that join.
     pub circular: Circular,
     /// Pixels along a side of what was decoded at once, as asked for (rounded down to the model's multiple) or as memory

@@ -162,3 +162,101 @@ fn what_an_author_fixed_is_kept_or_replaced_as_a_whole() {
         ended.err
     );
 }
+
+#[test]
+fn several_pictures_compute_the_prompt_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let batch = [
+        "--steps", "2", "-g", "2", "-s", "5", "--count", "3", "--json",
+    ];
+    let batch = report(&generate(folder.path(), &tiny(), &batch));
+    let pictures = batch["pictures"].as_array().unwrap();
+    assert_eq!(pictures.len(), 3);
+    for (index, picture) in pictures.iter().enumerate() {
+        let output = format!("output-{}.png", index + 1);
+        assert_eq!(
+            (&picture["output"], &picture["seed"]),
+            (&output.clone().into(), &(5 + index).into())
+        );
+        // The prompt and the empty one, once; two steps read both, but for the one that stored them.
+        let (stores, reads) = if index == 0 { (2, 2) } else { (0, 4) };
+        let found = (&picture["prefix_stores"], &picture["prefix_reads"]);
+        assert_eq!(found, (&stores.into(), &reads.into()), "{index}");
+        assert_eq!(picture["calls"], 2);
+
+        // Each is the picture that its seed gives alone.
+        let seed = (5 + index).to_string();
+        let alone = [
+            "--steps",
+            "2",
+            "-g",
+            "2",
+            "-s",
+            &seed,
+            "-o",
+            "alone-{seed}.png",
+            "--json",
+        ];
+        let alone = report(&generate(folder.path(), &tiny(), &alone));
+        assert_eq!(alone["pictures"][0]["output"], format!("alone-{seed}.png"));
+        let read = |name: &str| picture_of(&folder.path().join(name));
+        assert!(
+            read(&output) == read(&format!("alone-{seed}.png")),
+            "{index}"
+        );
+    }
+
+    // Another generator, other pictures; no more threads than numbers change nothing.
+    let cuda = |rng: &str| {
+        let more = ["--steps", "1", "-g", "1", "--rng", rng, "-o", "cuda.png"];
+        assert_eq!(generate(folder.path(), &tiny(), &more).code, Some(0));
+        picture_of(&folder.path().join("cuda.png"))
+    };
+    let all = cuda("cuda");
+    assert!(cuda("cpu") != all && cuda("cuda:64") != all && cuda("cuda:65536") == all);
+    assert!(parameters(&folder.path().join("cuda.png")).contains(", RNG: cuda:65536"));
+}
+
+fn picture_of(path: &Path) -> Vec<u8> {
+    picture(path).pixels
+}
+
+#[test]
+fn pictures_before_one_that_fails_are_written_and_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("p-1.png")).unwrap();
+    let more = [
+        "--steps",
+        "1",
+        "--count",
+        "3",
+        "-o",
+        "p-{seed}.png",
+        "--json",
+    ];
+    let ended = generate(folder.path(), &tiny(), &more);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(
+        ended.err.contains("p-1.png cannot be written"),
+        "{}",
+        ended.err
+    );
+    let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
+    assert_eq!(report["pictures"].as_array().unwrap().len(), 1);
+    assert!(folder.path().join("p-0.png").is_file());
+    assert!(!folder.path().join("p-2.png").exists());
+
+    let last = u64::MAX.to_string();
+    let tiny = tiny();
+    let tiny = tiny.to_str().unwrap();
+    for (arguments, part) in [
+        (&["--count", "0"][..], "at least 1 picture"),
+        (&["--count", "-1"], "--count"),
+        (&["--count", "2", "-s", &last], "not so many seeds"),
+        (&["--rng", "gpu"], "cpu, cuda, cuda:THREADS"),
+    ] {
+        let mut all = vec!["generate", "-p", "a circle", "-m", tiny];
+        all.extend(arguments);
+        assert_refused(folder.path(), &all, &[part]);
+    }
+}
