@@ -48,6 +48,8 @@ struct Picture {
     seed: u64,
     /// Calls of the model, a guided one counted as one.
     calls: usize,
+    /// Of these, those that were left out.
+    skipped_calls: usize,
     /// How often keys and values of a prompt were computed and stored, and how often they were read instead.
     prefix_stores: usize,
     prefix_reads: usize,
@@ -141,6 +143,9 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
         request = request.guidance(guidance);
     }
     request = arguments.sampling.apply(request)?;
+    if let Some(threshold) = arguments.step_cache {
+        request = request.step_cache(threshold);
+    }
     let guidance = arguments.guidance.unwrap_or(defaults.guidance);
     if guidance <= 1.0 && negative.is_some() {
         tracing::warn!(
@@ -176,6 +181,7 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
             output: output.display().to_string(),
             seed,
             calls: made.calls,
+            skipped_calls: made.skipped_calls,
             prefix_stores: made.prefix_stores,
             prefix_reads: made.prefix_reads,
             seconds: PictureSeconds {
@@ -333,6 +339,16 @@ fn check(arguments: &Generate) -> Result<(), Error> {
     arguments.sampling.check()?;
     if arguments.steps == Some(0) {
         return refuse("steps", "0".to_owned(), "at least 1 step is needed");
+    }
+    if let Some(threshold) = arguments
+        .step_cache
+        .filter(|threshold| !(threshold.is_finite() && *threshold >= 0.0))
+    {
+        return refuse(
+            "step-cache",
+            threshold.to_string(),
+            "it must be a number from 0 (none) up",
+        );
     }
     if arguments.count == 0 {
         return refuse("count", "0".to_owned(), "at least 1 picture is needed");

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::qwen_image_2_1::{Canvas, Condition, QwenImage21, Step};
 use crate::request::GenerateReport;
 use crate::schedule::Schedule;
+use crate::step_cache::StepCache;
 
 /// The loop over the steps of a schedule.
 pub(crate) struct Denoising<'r> {
@@ -27,6 +28,8 @@ pub(crate) struct Took {
     pub streamed_bytes: u64,
     pub prefix_bytes: u64,
     pub calls: usize,
+    /// Of the calls, those that were left out.
+    pub skipped: usize,
     pub stores: usize,
     pub reads: usize,
 }
@@ -76,11 +79,23 @@ impl Denoising<'_> {
         let mut latents = tokens_first(&planes, tokens);
         let conditions: Vec<&Condition> = [condition].into_iter().chain(negative).collect();
         let mut sampling = plan.sampler.start(schedule);
+        let calls = plan.sampler.calls(schedule.steps());
+        let mut cache = StepCache::new(plan.step_cache, calls, conditions.len());
         while !sampling.is_done() {
             self.cancel.check().map_err(sd_graph::Error::from)?;
             let step = sampling.step() + 1;
             let timestep = schedule.timestep(sampling.level()) / 1000.0;
-            let mut velocities = self.velocities(&conditions, &latents, timestep, progress)?;
+            let mut velocities = match cache.guess(&latents) {
+                Some(velocities) => {
+                    self.took.skipped += 1;
+                    velocities
+                }
+                None => {
+                    let velocities = self.velocities(&conditions, &latents, timestep, progress)?;
+                    cache.learn(&latents, &velocities);
+                    velocities
+                }
+            };
             if let (Some(negative), Some(velocity)) = (
                 negative.and_then(|_| velocities.pop()),
                 velocities.first_mut(),
@@ -95,7 +110,7 @@ impl Denoising<'_> {
             }
             progress.report(&Progress::Step {
                 done: sampling.calls(),
-                total: plan.sampler.calls(schedule.steps()),
+                total: calls,
             });
         }
         Ok(latents)

@@ -133,6 +133,9 @@ pub enum Error {
     /// A guidance scale that is no number from 1 up.
     #[error("a guidance of {0}: it must be a number from 1 (no guidance) up")]
     Guidance(f32),
+    /// A threshold of the step cache that is no number from 0 up.
+    #[error("a step cache threshold of {0}: it must be a number from 0 (none) up")]
+    StepCache(f32),
     /// Options of a model that are not known or cannot have this value.
     #[error(
         "`{0}` is no option of a model; possible are qwen_image_2_1_prefix_cache=true|false and qwen_image_2_1_prefix_cache_type=f32|f16|q8_0"

@@ -21,6 +21,7 @@ pub mod rope;
 mod sampler;
 mod schedule;
 mod seating;
+mod step_cache;
 mod tiling;
 pub mod wan_vae;
 

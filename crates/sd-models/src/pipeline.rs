@@ -19,6 +19,7 @@ use crate::request::{
 };
 use crate::schedule::Scheduler;
 use crate::seating::{Backends, DeviceNeed, Scene, Seating, Wishes};
+use crate::step_cache::StepCache;
 
 /// A loaded model with a device to run on: encodes prompts and makes pictures.
 ///
@@ -86,7 +87,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`Error::Size`], [`Error::Tile`], [`Error::Steps`], [`Error::Sigma`], [`Error::FixedSchedule`], [`Error::Guidance`],
-    /// [`Error::NotFinite`], or the engine's. Afterwards the pipeline can be used again.
+    /// [`Error::StepCache`], [`Error::NotFinite`], or the engine's. Afterwards the pipeline can be used again.
     pub fn generate(
         &mut self,
         request: &Request<'_>,
@@ -189,6 +190,7 @@ impl Pipeline {
             prefix_reads: took.reads,
             vae_tile: canvas.tile.map(|tile| tile * scale),
             calls: took.calls,
+            skipped_calls: took.skipped,
             ..plan
         };
         describe(&mut image, request, &report);
@@ -431,6 +433,7 @@ impl Pipeline {
         if !(guidance.is_finite() && guidance >= 1.0) {
             return Err(Error::Guidance(guidance));
         }
+        StepCache::check(request.step_cache)?;
         let multiple = self.model.scale_factor();
         let vae_tile = request.vae_tile.map(|tile| tile / multiple * multiple);
         if let Some(tile) = request.vae_tile.filter(|&tile| tile < SMALLEST_TILE) {
@@ -446,6 +449,8 @@ impl Pipeline {
             seed: request.seed,
             rng: request.rng,
             calls: 0,
+            skipped_calls: 0,
+            step_cache: request.step_cache,
             circular: request.circular,
             vae_tile,
             denoise: Duration::ZERO,

@@ -206,6 +206,12 @@ fn several_pictures_compute_the_prompt_once() {
         );
     }
 
+    let cached = ["--steps", "12", "-g", "1", "--step-cache", "0.1", "--json"];
+    let cached = report(&generate(folder.path(), &tiny(), &cached));
+    let left_out = cached["pictures"][0]["skipped_calls"].as_u64().unwrap();
+    assert!((1..=9).contains(&left_out), "{left_out}");
+    assert!(parameters(&folder.path().join("output.png")).contains(", Step cache: 0.1"));
+
     // Another generator, other pictures; no more threads than numbers change nothing.
     let cuda = |rng: &str| {
         let more = ["--steps", "1", "-g", "1", "--rng", rng, "-o", "cuda.png"];
@@ -254,6 +260,8 @@ fn pictures_before_one_that_fails_are_written_and_reported() {
         (&["--count", "-1"], "--count"),
         (&["--count", "2", "-s", &last], "not so many seeds"),
         (&["--rng", "gpu"], "cpu, cuda, cuda:THREADS"),
+        (&["--step-cache", "-0.1"], "--step-cache -0.1"),
+        (&["--step-cache", "NaN"], "--step-cache NaN"),
     ] {
         let mut all = vec!["generate", "-p", "a circle", "-m", tiny];
         all.extend(arguments);

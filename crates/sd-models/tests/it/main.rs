@@ -22,6 +22,7 @@ mod rope_properties;
 mod sampler;
 mod schedule;
 mod seamless;
+mod step_cache;
 mod text_encoder;
 mod tiny;
 mod transformer;
