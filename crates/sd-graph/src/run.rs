@@ -70,6 +70,19 @@ pub enum Progress {
         /// Bytes of weights that were moved to the device in this run so far.
         bytes: u64,
     },
+    /// What is made so far, as a picture.
+    Preview {
+        /// Steps so far.
+        step: usize,
+        /// Steps in all.
+        steps: usize,
+        /// Pixels from left to right.
+        width: usize,
+        /// Pixels from top to bottom.
+        height: usize,
+        /// Red, green, blue and alpha of each pixel, row by row.
+        rgba: Vec<u8>,
+    },
     /// A sampler has moved on: once a step, or as often as it asks the model in one.
     Step {
         /// Calls of the model so far.

@@ -1,11 +1,14 @@
 //! The loop over the steps of a schedule, from noise to latents.
 
-use sd_backend::{Backend, Component, DType};
+use sd_backend::{Backend, BackendOptions, Component, DType, Device};
 use sd_graph::{Cancel, Progress, Relief, Reporter, with_relief};
 
 use crate::error::{Error, Result};
+use crate::image::Image;
+use crate::preview::PreviewBy;
 use crate::qwen_image_2_1::{Canvas, Condition, QwenImage21, Step};
 use crate::request::GenerateReport;
+use crate::sampler::predicted;
 use crate::schedule::Schedule;
 use crate::step_cache::StepCache;
 
@@ -19,7 +22,21 @@ pub(crate) struct Denoising<'r> {
     pub prefix: Option<DType>,
     /// Other parts on this device.
     pub idle: &'r [Component],
+    pub preview: Option<Previewing>,
     pub took: Took,
+}
+
+/// How what is made so far is shown.
+#[derive(Debug, Clone)]
+pub(crate) struct Previewing {
+    /// Behind so many steps each.
+    pub every: usize,
+    pub by: PreviewBy,
+    /// As the picture is decoded.
+    pub canvas: Canvas,
+    /// The decoder's, and how work is done on it.
+    pub device: Device,
+    pub options: BackendOptions,
 }
 
 /// What the steps took.
@@ -30,6 +47,7 @@ pub(crate) struct Took {
     pub calls: usize,
     /// Of the calls, those that were left out.
     pub skipped: usize,
+    pub previews: usize,
     pub stores: usize,
     pub reads: usize,
 }
@@ -104,6 +122,10 @@ impl Denoising<'_> {
             }
             let velocity = velocities.pop().unwrap_or_default();
             self.took.calls += 1;
+            let shown = self.preview.as_ref();
+            let shown = shown
+                .filter(|preview| step.is_multiple_of(preview.every))
+                .map(|_| predicted(&latents, &velocity, sampling.sigma()));
             sampling.advance(&mut latents, &velocity);
             if !latents.iter().all(|value| value.is_finite()) {
                 return Err(Error::NotFinite { step });
@@ -112,8 +134,66 @@ impl Denoising<'_> {
                 done: sampling.calls(),
                 total: calls,
             });
+            // Not in the middle of a step, and not the picture itself.
+            let is_between = sampling.step() == step && !sampling.is_done();
+            if let Some(shown) = shown.filter(|_| is_between) {
+                self.show(&shown, (step, schedule.steps()), progress)?;
+            }
         }
         Ok(latents)
+    }
+
+    /// Shows latents `[tokens, channels]`. Whatever is in the way of it, but for a cancelled run, is only a warning, and the
+    /// end of previews.
+    fn show(
+        &mut self,
+        latents: &[f32],
+        (step, steps): (usize, usize),
+        progress: &mut dyn Reporter,
+    ) -> Result<()> {
+        let Some(preview) = self.preview.take() else {
+            return Ok(());
+        };
+        let scale = match preview.by {
+            PreviewBy::Linear => 1,
+            PreviewBy::Decoder => self.model.scale_factor(),
+        };
+        let planes = match preview.by {
+            PreviewBy::Linear => Ok(self.model.small_picture(latents)),
+            PreviewBy::Decoder if preview.device == self.backend.device() => self
+                .model
+                .decode_between(self.backend, latents, preview.canvas, self.cancel)
+                .map(Some),
+            PreviewBy::Decoder => Backend::new(preview.device, &preview.options)
+                .map_err(Error::from)
+                .and_then(|mut backend| {
+                    let backend = &mut backend;
+                    self.model
+                        .decode_between(backend, latents, preview.canvas, self.cancel)
+                })
+                .map(Some),
+        };
+        let (height, width) = (preview.canvas.height * scale, preview.canvas.width * scale);
+        let image = match planes {
+            Err(error) if error.is_cancelled() => return Err(error),
+            Err(error) => {
+                tracing::warn!("{error}; there are no more previews");
+                return Ok(());
+            }
+            Ok(planes) => planes.and_then(|planes| Image::from_planes(&planes, width, height)),
+        };
+        if let Some(image) = image {
+            progress.report(&Progress::Preview {
+                step,
+                steps,
+                width,
+                height,
+                rgba: image.pixels().as_raw().clone(),
+            });
+            self.took.previews += 1;
+            self.preview = Some(preview);
+        }
+        Ok(())
     }
 
     /// One call for each condition. If memory runs out, once more without what is kept between steps.

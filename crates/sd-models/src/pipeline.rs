@@ -9,10 +9,11 @@ use sd_backend::{
 use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Relief, Reporter, with_relief};
 
 use crate::builder::{MAIN, PipelineBuilder, seat};
-use crate::denoising::{Denoising, Took, evict};
+use crate::denoising::{Denoising, Previewing, Took, evict};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::model_index::{ModelIndex, SUPPORTED};
+use crate::preview::PreviewBy;
 use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImage21, References};
 use crate::request::{
     Defaults, GenerateReport, LARGEST_SIDE, Request, SMALLEST_TILE, describe, rounded,
@@ -119,6 +120,7 @@ impl Pipeline {
                 .collect(),
         });
 
+        let preview = self.prepare_preview(request, canvas)?;
         let started = Instant::now();
         let idle = self.neighbours(Component::Diffusion);
         let (latents, took) = self.with_retry(Component::Diffusion, |pipeline| {
@@ -134,6 +136,7 @@ impl Pipeline {
                         canvas,
                         prefix: kept.map(|prefix| prefix.dtype),
                         idle: &idle,
+                        preview: preview.clone(),
                         took: Took::default(),
                     };
                     let latents = run.denoise(
@@ -191,10 +194,45 @@ impl Pipeline {
             vae_tile: canvas.tile.map(|tile| tile * scale),
             calls: took.calls,
             skipped_calls: took.skipped,
+            previews: took.previews,
             ..plan
         };
         describe(&mut image, request, &report);
         Ok((image, report))
+    }
+
+    /// What previews of `request` take, made ready; nothing if there are to be none, or if there is no room for them.
+    fn prepare_preview(
+        &mut self,
+        request: &Request<'_>,
+        canvas: Canvas,
+    ) -> Result<Option<Previewing>> {
+        let Some((every, by)) = request.preview else {
+            return Ok(None);
+        };
+        if by == PreviewBy::Linear {
+            let fitted = self.with_retry(Component::Vae, |pipeline| {
+                let quiet = &mut |_: &Progress| {};
+                pipeline.with_part(Component::Vae, quiet, |model, backend, cancel, _| {
+                    model.fit_preview(backend, cancel)
+                })
+            });
+            match fitted {
+                Err(error) if error.is_cancelled() => return Err(error),
+                Err(error) => {
+                    tracing::warn!("{error}; there are no previews");
+                    return Ok(None);
+                }
+                Ok(()) => {}
+            }
+        }
+        Ok(Some(Previewing {
+            every,
+            by,
+            canvas,
+            device: self.device_of(Component::Vae),
+            options: self.backends.options().clone(),
+        }))
     }
 
     /// Does `work` with `component` in the memory of its device, and takes it out again if it does not live there.
@@ -450,6 +488,7 @@ impl Pipeline {
             rng: request.rng,
             calls: 0,
             skipped_calls: 0,
+            previews: 0,
             step_cache: request.step_cache,
             circular: request.circular,
             vae_tile,

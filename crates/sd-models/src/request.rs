@@ -7,6 +7,7 @@ use serde::Deserialize;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::noise::Rng;
+use crate::preview::PreviewBy;
 use crate::qwen_image_2_1::{Condition, RESOLUTIONS, SIZE_MULTIPLE};
 use crate::rope::Circular;
 use crate::sampler::Sampler;
@@ -67,6 +68,7 @@ pub struct Request<'c> {
     pub(crate) sampler: Sampler,
     pub(crate) scheduler: Scheduler,
     pub(crate) step_cache: f32,
+    pub(crate) preview: Option<(usize, PreviewBy)>,
     pub(crate) seed: u64,
     pub(crate) rng: Rng,
     pub(crate) circular: Circular,
@@ -98,6 +100,8 @@ pub struct GenerateReport {
     pub calls: usize,
     /// Of these, how many were left out because their answer would hardly have differed from the last one.
     pub skipped_calls: usize,
+    /// Pictures that were shown while the steps were taken.
+    pub previews: usize,
     /// Below which estimated change calls were left out; 0 if none were to be.
     pub step_cache: f32,
     /// Sides that join.
@@ -137,6 +141,7 @@ impl<'c> Request<'c> {
             sampler: Sampler::default(),
             scheduler: Scheduler::default(),
             step_cache: 0.0,
+            preview: None,
             seed: 0,
             rng: Rng::default(),
             circular: Circular::NONE,
@@ -211,6 +216,15 @@ impl<'c> Request<'c> {
     /// picture. Never the first and the last calls. 0, as if not called, leaves out none.
     pub fn step_cache(mut self, threshold: f32) -> Self {
         self.step_cache = threshold;
+        self
+    }
+
+    /// Shows what is made so far behind every so many steps but the last, as
+    /// [`Progress::Preview`](sd_graph::Progress::Preview): the picture that the model predicts in the latents. 0 shows none.
+    ///
+    /// What has no room for it is not shown, with a warning; the picture is made all the same.
+    pub fn preview(mut self, every: usize, by: PreviewBy) -> Self {
+        self.preview = (every > 0).then_some((every, by));
         self
     }
 

@@ -115,6 +115,10 @@ impl Backends {
             .map_or(1, Backend::threads)
     }
 
+    pub(crate) fn options(&self) -> &BackendOptions {
+        &self.options
+    }
+
     pub(crate) fn ledger(&self) -> &Ledger {
         &self.options.ledger
     }

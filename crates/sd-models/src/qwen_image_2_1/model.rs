@@ -21,6 +21,7 @@ use super::{VaeConfig, VaeDecoder};
 use crate::canvas::{Canvas, Piece};
 use crate::config::read_json;
 use crate::error::{Error, Result};
+use crate::preview::{self, Fitting, LinearMap};
 use crate::qwen3_vl::{self, TextModel};
 use crate::rope;
 use crate::schedule::{FlowMatchEuler, Schedule, Scheduler};
@@ -81,6 +82,8 @@ pub struct QwenImage21 {
     pub(super) text_plans: PlanCache<Vec<rope::Part>>,
     transformer_plans: PlanCache<Call>,
     vae_plans: PlanCache<Piece>,
+    /// From latents to small pictures, once one was needed.
+    preview: Option<LinearMap>,
     identity: ModelIdentity,
     /// Conditions that keep something of this model.
     keepers: Vec<WeakPrefixes>,
@@ -157,6 +160,7 @@ impl QwenImage21 {
             // A condition and its negative have plans of their own within one run.
             transformer_plans: PlanCache::new(2),
             vae_plans: PlanCache::new(1),
+            preview: None,
             identity: ModelIdentity::default(),
             keepers: Vec::new(),
         })
@@ -524,6 +528,48 @@ impl QwenImage21 {
             *value = value.clamp(-1.0, 1.0);
         }
         Ok(picture)
+    }
+
+    /// Fits the map that shows latents as small pictures to the decoder, if that was not done.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(crate) fn fit_preview(&mut self, backend: &mut Backend, cancel: &Cancel) -> Result<()> {
+        if self.preview.is_none() {
+            let channels = self.latent_channels();
+            let mut fitting = Fitting::new(channels);
+            for latents in preview::squares(channels) {
+                let picture = self.decode(backend, &latents, preview::canvas(), cancel)?;
+                fitting.add(&latents, &picture);
+            }
+            self.vae_plans.clear();
+            self.preview = fitting.finish();
+        }
+        Ok(())
+    }
+
+    /// Planes `[4, tokens]` from -1 to 1 of a small picture of latents `[tokens, z]`, if the map for it is there.
+    pub(crate) fn small_picture(&self, latents: &[f32]) -> Option<Vec<f32>> {
+        self.preview.as_ref().map(|map| map.planes(latents))
+    }
+
+    /// As [`QwenImage21::decode`], with weights that are brought for it and plans that are given up again.
+    pub(crate) fn decode_between(
+        &mut self,
+        backend: &mut Backend,
+        latents: &[f32],
+        canvas: Canvas,
+        cancel: &Cancel,
+    ) -> Result<Vec<f32>> {
+        let quiet = &mut |_: &Progress| {};
+        let brought = self.vae.weights.bring(backend, cancel, quiet);
+        let outcome = match brought {
+            Ok(()) => self.decode(backend, latents, canvas, cancel),
+            Err(error) => Err(error.into()),
+        };
+        self.vae_plans.clear();
+        self.release(Component::Vae);
+        outcome
     }
 
     /// Latents `[pixels, z]` with their means and deviations back, `[z, pixels]`.

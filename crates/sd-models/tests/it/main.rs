@@ -14,6 +14,7 @@ mod noise;
 mod picture_tiles;
 mod placement;
 mod prefix;
+mod preview;
 mod prompt;
 mod published;
 mod rope;
