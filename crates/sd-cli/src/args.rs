@@ -8,7 +8,8 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::TensorTypes;
 use sd_models::{
-    Circular, FrameRate, ModelArgs, PipelineBuilder, Request, Rng, Sampler, Schedule, Scheduler,
+    Circular, FrameRate, ModelArgs, PipelineBuilder, PreviewBy, Request, Rng, Sampler, Schedule,
+    Scheduler,
 };
 
 /// Pictures from a diffusion checkpoint.
@@ -143,6 +144,9 @@ pub(crate) struct Generate {
     pub(crate) vae_tile: Option<usize>,
 
     #[command(flatten)]
+    pub(crate) preview: Preview,
+
+    #[command(flatten)]
     pub(crate) resources: Resources,
 
     #[command(flatten)]
@@ -224,6 +228,32 @@ impl Sampling {
             sigmas => Schedule::exact(sigmas, 1).map(drop),
         }
     }
+}
+
+/// What is shown while steps are taken.
+#[derive(Debug, Args)]
+pub(crate) struct Preview {
+    /// Show what is made so far behind every N steps, in --preview-file and in terminals that can: by a linear map (small, and
+    /// next to no time) or by the decoder (its time and memory each time) [default: linear].
+    #[arg(long, value_name = "N[:linear|decoder]", value_parser = preview)]
+    pub(crate) preview: Option<(usize, PreviewBy)>,
+
+    /// File that each preview replaces.
+    #[arg(long, value_name = "FILE.png", requires = "preview")]
+    pub(crate) preview_file: Option<PathBuf>,
+}
+
+fn preview(text: &str) -> Result<(usize, PreviewBy), String> {
+    let (every, by) = text.split_once(':').unwrap_or((text, "linear"));
+    let every = every.parse().ok().filter(|&every| every > 0);
+    let by = match by {
+        "linear" => Some(PreviewBy::Linear),
+        "decoder" => Some(PreviewBy::Decoder),
+        _ => None,
+    };
+    every.zip(by).ok_or_else(|| {
+        "a number of steps is expected, alone or with `:linear` or `:decoder`".to_owned()
+    })
 }
 
 /// Sides of a picture that join.

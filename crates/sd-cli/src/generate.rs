@@ -1,6 +1,6 @@
 //! `sd generate`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,9 @@ use serde::Serialize;
 use crate::args::Generate;
 use crate::error::Error;
 use crate::json;
+use crate::preview::Previews;
 use crate::progress::Display;
+use crate::terminal::Protocol;
 use crate::tiny;
 
 /// What `--json` prints.
@@ -50,6 +52,7 @@ struct Picture {
     calls: usize,
     /// Of these, those that were left out.
     skipped_calls: usize,
+    previews: usize,
     /// How often keys and values of a prompt were computed and stored, and how often they were read instead.
     prefix_stores: usize,
     prefix_reads: usize,
@@ -93,7 +96,11 @@ struct Bytes {
     peak_resident: Option<u64>,
 }
 
-pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
+pub(crate) fn run(
+    arguments: &Generate,
+    is_quiet: bool,
+    terminal: Option<Protocol>,
+) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
     let folder = match &arguments.model {
@@ -102,7 +109,16 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
     };
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
-    let mut display = Display::new(arguments.json || is_quiet);
+    let is_silent = arguments.json || is_quiet;
+    let terminal = terminal.filter(|_| !is_silent && std::io::stderr().is_terminal());
+    let previews = Previews::new(&arguments.preview, terminal);
+    let preview = arguments.preview.preview.filter(|_| previews.is_anywhere());
+    if preview.is_none() && arguments.preview.preview.is_some() {
+        tracing::warn!(
+            "nobody would see previews: this is no terminal that shows pictures, and there is no --preview-file"
+        );
+    }
+    let mut display = Display::new(is_silent, previews);
 
     let builder = arguments.resources.apply(Pipeline::open(&folder)?);
     let mut builder = arguments.options.apply(arguments.weights.apply(builder));
@@ -143,6 +159,9 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
         request = request.guidance(guidance);
     }
     request = arguments.sampling.apply(request)?;
+    if let Some((every, by)) = preview {
+        request = request.preview(every, by);
+    }
     if let Some(threshold) = arguments.step_cache {
         request = request.step_cache(threshold);
     }
@@ -182,6 +201,7 @@ pub(crate) fn run(arguments: &Generate, is_quiet: bool) -> Result<(), Error> {
             seed,
             calls: made.calls,
             skipped_calls: made.skipped_calls,
+            previews: made.previews,
             prefix_stores: made.prefix_stores,
             prefix_reads: made.prefix_reads,
             seconds: PictureSeconds {
@@ -373,27 +393,29 @@ fn check(arguments: &Generate) -> Result<(), Error> {
             "it must be a number from 1 (no guidance) up",
         );
     }
-    let extension = arguments
-        .output
-        .extension()
-        .map(|extension| extension.to_ascii_lowercase());
-    if extension.is_none_or(|extension| extension != "png") {
-        return refuse(
-            "output",
-            arguments.output.display().to_string(),
-            "the file must end in .png",
-        );
-    }
-    let folder = arguments
-        .output
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
-        return refuse(
-            "output",
-            arguments.output.display().to_string(),
-            &format!("there is no folder {}", folder.display()),
-        );
+    let mut files = vec![("output", &arguments.output)];
+    files.extend(
+        arguments
+            .preview
+            .preview_file
+            .iter()
+            .map(|file| ("preview-file", file)),
+    );
+    for (option, file) in files {
+        let value = || file.display().to_string();
+        let extension = file
+            .extension()
+            .map(|extension| extension.to_ascii_lowercase());
+        if extension.is_none_or(|extension| extension != "png") {
+            return refuse(option, value(), "the file must end in .png");
+        }
+        let folder = file
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
+        if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+            let reason = format!("there is no folder {}", folder.display());
+            return refuse(option, value(), &reason);
+        }
     }
     Ok(())
 }

@@ -10,11 +10,14 @@ mod generate;
 mod info;
 mod json;
 mod plan;
+mod preview;
 mod progress;
 mod rpc_server;
+mod terminal;
 mod tiny;
 mod vae;
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -22,6 +25,7 @@ use clap::Parser;
 
 use crate::args::{Command, Sd};
 use crate::error::Error;
+use crate::terminal::Protocol;
 
 /// What ends with an error ends with this code, as a wrong argument does.
 const FAILURE: u8 = 2;
@@ -47,7 +51,11 @@ fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
         backends::load(backends)?;
     }
     match command {
-        Command::Generate(options) => generate::run(options, arguments.quiet),
+        Command::Generate(options) => {
+            let variable = |name: &str| std::env::var(name).ok();
+            let terminal = Protocol::detect(variable).filter(|_| !arguments.quiet);
+            generate::run(options, arguments.quiet, terminal)
+        }
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Devices(arguments) => devices::run(arguments),
@@ -70,6 +78,8 @@ fn start_logging(verbose: u8, quiet: bool) {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // Colours are for terminals, not for files.
+        .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .with_target(false)
         .init();

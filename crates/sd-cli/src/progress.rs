@@ -6,26 +6,31 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use sd_graph::{Progress, Reporter};
 
+use crate::preview::Previews;
+
 /// Shows what a run does.
 pub(crate) struct Display {
     bar: Option<ProgressBar>,
     lines: bool,
     stage: &'static str,
+    previews: Previews,
 }
 
 impl Display {
     /// A display on standard error; silent where `quiet` says so.
-    pub(crate) fn new(quiet: bool) -> Display {
+    pub(crate) fn new(quiet: bool, previews: Previews) -> Display {
         let terminal = std::io::stderr().is_terminal();
         Display {
             bar: (terminal && !quiet).then(new_bar),
             lines: !terminal && !quiet,
             stage: "",
+            previews,
         }
     }
 
     /// Says which of several pictures is begun.
-    pub(crate) fn begin(&self, number: u64, count: u64, seed: u64) {
+    pub(crate) fn begin(&mut self, number: u64, count: u64, seed: u64) {
+        self.previews.begin();
         let text = format!("picture {number}/{count}, seed {seed}");
         match &self.bar {
             Some(bar) => bar.println(text),
@@ -70,6 +75,18 @@ impl Reporter for Display {
             Progress::Step { done, total } => {
                 self.show(*done, *total);
                 self.line(&format!("{} {done}/{total}", self.stage));
+            }
+            Progress::Preview {
+                width,
+                height,
+                rgba,
+                ..
+            } => {
+                let previews = &mut self.previews;
+                match &self.bar {
+                    Some(bar) => bar.suspend(|| previews.show(*width, *height, rgba)),
+                    None => previews.show(*width, *height, rgba),
+                }
             }
             Progress::Segment { done, total, .. } => {
                 if let Some(bar) = &self.bar {

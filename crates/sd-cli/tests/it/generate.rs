@@ -508,11 +508,11 @@ fn damaged_models_are_refused_by_name() {
             |m| {
                 edit(
                     m.join("scheduler/scheduler_config.json"),
-                    "\"use_karras_sigmas\": false",
-                    "\"use_karras_sigmas\": true",
+                    "\"stochastic_sampling\": false",
+                    "\"stochastic_sampling\": true",
                 )
             },
-            &["scheduler_config.json", "use_karras_sigmas"],
+            &["scheduler_config.json", "stochastic_sampling"],
         ),
         (
             "another activation",

@@ -268,3 +268,70 @@ fn pictures_before_one_that_fails_are_written_and_reported() {
         assert_refused(folder.path(), &all, &[part]);
     }
 }
+
+#[test]
+fn previews_are_written_over_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("now.png");
+    for (by, previews, size) in [("2", 2, (256, 256)), ("1:decoder", 4, (256, 256))] {
+        let more = [
+            "--steps",
+            "5",
+            "-g",
+            "1",
+            "--preview",
+            by,
+            "--preview-file",
+            "now.png",
+            "--json",
+        ];
+        let report = report(&generate(folder.path(), &tiny(), &more));
+        assert_eq!(report["pictures"][0]["previews"], previews, "{by}");
+        let preview = picture(&file);
+        assert_eq!((preview.width, preview.height), size, "{by}");
+        fs::remove_file(&file).unwrap();
+    }
+    // A file that cannot be written takes nothing from the picture.
+    fs::create_dir(&file).unwrap();
+    let more = [
+        "--steps",
+        "3",
+        "--preview",
+        "1",
+        "--preview-file",
+        "now.png",
+    ];
+    let ended = generate(folder.path(), &tiny(), &more);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert_eq!(
+        ended
+            .err
+            .matches("previews are not written any more")
+            .count(),
+        1
+    );
+    // Standard error is no terminal: nothing to show, and nothing is computed.
+    let ended = generate(folder.path(), &tiny(), &["--steps", "3", "--preview", "1"]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(ended.err.contains("nobody would see previews") && !ended.err.contains('\x1b'));
+
+    let tiny = tiny();
+    let tiny = tiny.to_str().unwrap();
+    for (arguments, part) in [
+        (&["--preview", "0"][..], "a number of steps is expected"),
+        (&["--preview", "2:vae"], "`:linear` or `:decoder`"),
+        (&["--preview-file", "a.png"], "--preview"),
+        (
+            &["--preview", "1", "--preview-file", "a.jpg"],
+            "--preview-file a.jpg",
+        ),
+        (
+            &["--preview", "1", "--preview-file", "no/a.png"],
+            "no folder no",
+        ),
+    ] {
+        let mut all = vec!["generate", "-p", "a circle", "-m", tiny];
+        all.extend(arguments);
+        assert_refused(folder.path(), &all, &[part]);
+    }
+}

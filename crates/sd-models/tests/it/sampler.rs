@@ -196,6 +196,17 @@ fn impossible_levels_and_names_are_refused() {
             assert!(falls && levels[0] <= 1.0, "{scheduler:?}: {levels:?}");
         }
     }
+    let both = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(
+        &both,
+        r#"{ "use_karras_sigmas": true, "use_beta_sigmas": true }"#,
+    )
+    .unwrap();
+    let error = FlowMatchEuler::read(both.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("at most one of use_karras_sigmas"),
+        "{error}"
+    );
     let error = "euler_b".parse::<Sampler>().unwrap_err().to_string();
     assert!(error.contains("euler, heun, dpm++_2m"), "{error}");
 }
