@@ -47,7 +47,7 @@ pub(crate) enum Command {
         after_help = "Without --model the tiny checkpoint of the repository is used: it draws coloured shapes, such \
         as \"a large red circle on a blue background\"."
     )]
-    Generate(Generate),
+    Generate(Box<Generate>),
     /// Say how much memory a picture needs, without loading the model.
     Plan(Plan),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
@@ -186,7 +186,7 @@ pub(crate) struct References {
 /// How steps are taken, and at which noise levels.
 #[derive(Debug, Args)]
 pub(crate) struct Sampling {
-    /// How steps are taken. All but euler make fewer steps do; heun asks the model twice a step.
+    /// How steps are taken; heun asks the model twice a step.
     #[arg(long, value_name = "NAME", default_value_t = Sampler::default().name().to_owned(), value_parser = names(Sampler::ALL.map(Sampler::name)))]
     sampler: String,
 

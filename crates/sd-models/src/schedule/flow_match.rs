@@ -74,7 +74,7 @@ impl FlowMatchEuler {
     /// Reads `scheduler_config.json`.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::Config`] (also for options that are not implemented).
+    /// [`Error::Io`](crate::Error::Io), [`Error::Config`](crate::Error::Config) (also for options that are not implemented).
     pub fn read(path: &Path) -> Result<FlowMatchEuler> {
         let config: FlowMatchEuler = read_json(path)?;
         check(

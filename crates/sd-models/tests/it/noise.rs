@@ -73,7 +73,7 @@ fn philox_gives_the_known_answers() {
 fn a_seed_gives_the_noise_of_a_graphics_card() {
     // What torch.randn((3, 4), device="cuda") gives for the seed 0, as recorded in
     // https://github.com/AUTOMATIC1111/stable-diffusion-webui/blob/v1.10.1/modules/rng_philox.py.
-    let should = [
+    let should: [f64; 12] = [
         -0.92466259,
         -0.42534415,
         -2.6438457,
@@ -87,6 +87,7 @@ fn a_seed_gives_the_noise_of_a_graphics_card() {
         -1.67105067,
         2.26550497,
     ];
+    let should = should.map(|value| value as f32);
     let cuda: Rng = "cuda".parse().unwrap();
     // Single precision: a few rounding errors of the radius and the angle.
     let error = max_error(&cuda.normal(0, 12), &should);

@@ -449,3 +449,26 @@ fn streamed_weights_serve_kept_and_new_conditions_together() {
     }
     assert!(served > 0);
 }
+
+/// Plans of a prompt and of a negative of another length are kept from step to step; those that store, and those that read.
+#[test]
+fn further_guided_pictures_take_no_memory_anew() {
+    for (prefix, keeps) in [(PrefixCache::F32, true), (PrefixCache::Off, false)] {
+        let fake = fake();
+        let builder = open().device(fake.device()).mapping(Mapping::Never);
+        let ledger = ledger(MemoryBudget::Automatic);
+        let mut pipeline = builder.ledger(&ledger).prefix_cache(prefix).load().unwrap();
+        let condition = pipeline.encode(PROMPTS[0]).unwrap();
+        let negative = pipeline.encode("green").unwrap();
+        assert_ne!(condition.tokens(), negative.tokens());
+        let request = request(&condition, 2.0)
+            .negative(&negative)
+            .keep_prefix(keeps);
+        draw(&mut pipeline, &request).unwrap();
+        let before = fake.counts().allocations;
+        for seed in 1..3 {
+            draw(&mut pipeline, &request.clone().seed(seed)).unwrap();
+        }
+        assert_eq!(fake.counts().allocations, before, "{prefix:?}");
+    }
+}
