@@ -60,9 +60,9 @@ impl Lowered {
 
     /// The tensors that they compute, in order.
     pub(crate) fn tensors(&self) -> Vec<RawTensor> {
-        // SAFETY: the graph is live and has nodes of all these numbers.
-        let nodes = unsafe { 0..sys::ggml_graph_n_nodes(self.graph) };
+        let nodes = 0..self.nodes() as i32;
         nodes
+            // SAFETY: the graph is live and has nodes of all these numbers.
             .filter_map(|index| RawTensor::new(unsafe { sys::ggml_graph_node(self.graph, index) }))
             .collect()
     }

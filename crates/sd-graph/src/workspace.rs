@@ -95,7 +95,7 @@ impl Layout {
             if is_view(node) || !is_unplaced(node) || elsewhere.contains(&node) {
                 continue;
             }
-            let home = lends(node, index, &last_use).and_then(|lender| homes.get(&lender));
+            let home = lends(node, index, last_use).and_then(|lender| homes.get(&lender));
             let home = home.copied().unwrap_or_else(|| {
                 tenants.push(Tenant::default());
                 tenants.len() - 1
