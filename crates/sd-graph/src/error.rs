@@ -1,6 +1,6 @@
 //! What can go wrong between a checkpoint and a result.
 
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, WriteError};
 use crate::convert::ConvertError;
 use crate::graph::GraphError;
 use crate::scope::Mismatch;
@@ -56,6 +56,9 @@ pub enum Error {
     /// A file cannot be used.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A weight file cannot be written.
+    #[error(transparent)]
+    Write(#[from] WriteError),
     /// A checkpoint does not fit the model.
     #[error(transparent)]
     Mismatch(#[from] Mismatch),

@@ -34,6 +34,7 @@ mod graph;
 mod layout;
 mod load;
 mod load_plan;
+mod low_rank;
 mod lower;
 mod lowering;
 mod op;
@@ -62,13 +63,17 @@ mod weights;
 mod workspace;
 
 pub use cache::PlanCache;
-pub use checkpoint::{Checkpoint, CheckpointError, StoredType, TensorInfo, UnknownStoredType};
+pub use checkpoint::{
+    Checkpoint, CheckpointError, Conversion, ConversionReport, Existing, FileFormat, Rows, Selection,
+    StoredType, TensorInfo, UnknownStoredType, WriteError,
+};
 pub use convert::{ConvertError, convert, is_convertible};
 pub use convolution::Convolution;
 pub use error::{Allocation, Error, FailureKind, Result};
 pub use graph::{Element, Graph, GraphError, Tensor};
 pub use load::{LoadReport, load, unload};
 pub use load_plan::{LoadCost, LoadPlan};
+pub use low_rank::{Adapter, Adapters, LowRank};
 pub use op::Pairing;
 pub use ops::FrameConv;
 pub use param::Param;

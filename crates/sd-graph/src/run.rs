@@ -59,6 +59,17 @@ pub enum Progress {
         /// Bytes so far.
         bytes: u64,
     },
+    /// Tensors were written to a file.
+    Writing {
+        /// Tensors so far.
+        done: usize,
+        /// Tensors in all.
+        total: usize,
+        /// Bytes of the file so far.
+        bytes: u64,
+        /// Bytes that it will have.
+        of: u64,
+    },
     /// A named stage has begun: `encode`, `denoise`, `decode`.
     Stage(&'static str),
     /// A segment of a graph was computed.

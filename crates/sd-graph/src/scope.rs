@@ -7,6 +7,7 @@ use std::fmt;
 use sd_backend::DType;
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::low_rank::{Adapters, LowRank};
 use crate::param::Param;
 use crate::shape::Shape;
 use crate::weight_types::{Fallback, LoadOptions, Role, memory_type};
@@ -83,6 +84,7 @@ pub struct Declarations<'c> {
     checkpoint: &'c Checkpoint,
     options: LoadOptions,
     names: Names,
+    adapters: Adapters,
     state: RefCell<State>,
 }
 
@@ -125,6 +127,7 @@ impl<'c> Declarations<'c> {
             checkpoint,
             options,
             names: Names::default(),
+            adapters: Adapters::default(),
             state: RefCell::default(),
         }
     }
@@ -134,6 +137,17 @@ impl<'c> Declarations<'c> {
     pub fn translate(mut self, names: impl Fn(&str) -> String + 'static) -> Declarations<'c> {
         self.names = Names(Some(Box::new(names)));
         self
+    }
+
+    /// Says which low-rank additions there are, by the names of their matrices in the file; [`Scope::low_rank`] declares them.
+    pub fn adapt(mut self, adapters: Adapters) -> Declarations<'c> {
+        self.adapters = adapters;
+        self
+    }
+
+    /// Matrices with low-rank additions that nothing declared so far has asked for: no layer of the model has such a matrix.
+    pub fn unused_adapters(&self) -> Vec<String> {
+        self.adapters.unused()
     }
 
     /// The root of the tree of names.
@@ -155,6 +169,7 @@ impl<'c> Declarations<'c> {
     /// # Errors
     /// [`Mismatch`] with everything that is missing, misshapen, unusable or unknown.
     pub fn finish(self) -> Result<Vec<Param>, Mismatch> {
+        let adapters = self.adapters;
         let State {
             params,
             used,
@@ -172,7 +187,7 @@ impl<'c> Declarations<'c> {
             .checkpoint
             .tensors()
             .map(|(name, _)| name)
-            .filter(|name| !used.contains(*name) && !is_ignored(name))
+            .filter(|name| !used.contains(*name) && !is_ignored(name) && !adapters.has_factor(name))
             .map(str::to_owned)
             .collect();
         mismatch.checkpoint = self.checkpoint.path().display().to_string();
@@ -229,10 +244,39 @@ impl<'d> Scope<'d> {
         role: Role,
     ) -> Param {
         let name = self.name_in_file(name);
-        let wanted = stored.as_ref();
+        let options = &self.declarations.options;
+        let asked = options.asked(&options.full_name(&name));
+        self.declare(name, stored.as_ref(), shape.as_ref(), role, asked)
+    }
+
+    /// Declares the low-rank additions to the matrix `name [output, input]` that there are.
+    pub fn low_rank(&self, name: &str, [output, input]: [usize; 2]) -> Vec<LowRank> {
+        let weight = self.name_in_file(name);
+        let factor = |name: &str, shape: [usize; 2]| {
+            self.declare(name.to_owned(), &shape, &shape, Role::Matrix, None)
+        };
+        let adapters = self.declarations.adapters.of(&weight).iter();
+        adapters
+            .map(|adapter| LowRank {
+                down: factor(&adapter.down, [adapter.rank, input]),
+                up: factor(&adapter.up, [output, adapter.rank]),
+                scale: adapter.scale,
+            })
+            .collect()
+    }
+
+    /// Declares the tensor that the file has as `name` and `wanted`, and that `asked` is asked for.
+    fn declare(
+        &self,
+        name: String,
+        wanted: &[usize],
+        shape: &[usize],
+        role: Role,
+        asked: Option<DType>,
+    ) -> Param {
         let mut state = self.declarations.state.borrow_mut();
         let count = |dims: &[usize]| dims.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim));
-        let checked = Shape::new(shape.as_ref()).and_then(|shape| {
+        let checked = Shape::new(shape).and_then(|shape| {
             if count(wanted) == Some(shape.elements()) {
                 Ok(shape)
             } else {
@@ -248,11 +292,9 @@ impl<'d> Scope<'d> {
                 state.mismatch.misshapen.push(misshapen(info));
             }
             Some(info) => {
-                let options = &self.declarations.options;
-                let full_name = options.full_name(&name);
+                let full_name = self.declarations.options.full_name(&name);
                 // What is asked for holds for these two; the others go their own way, and that is no news.
                 let ruled = matches!(role, Role::Matrix | Role::Table);
-                let asked = options.asked(&full_name);
                 match memory_type(info.stored, role, shape.inner(), asked) {
                     // The file's rows are whole blocks; those of another shape of the same sizes may not be.
                     Some(memory) if memory.row_bytes(shape.inner()).is_none() => {

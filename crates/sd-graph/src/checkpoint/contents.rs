@@ -4,25 +4,28 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
 use super::gguf;
+use super::gguf_metadata::MetadataValue;
 use super::index_json::{self, ShardIndex};
-use super::mapping::Mappings;
 use super::safetensors;
 use super::tensor_info::TensorInfo;
 
 /// A checkpoint's files and tensors while they are put together, and after.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Contents {
     pub(super) path: PathBuf,
-    pub(super) files: Vec<WeightFile>,
+    /// Shared with the checkpoints that are selections of this one.
+    pub(super) files: Vec<Arc<WeightFile>>,
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     pub(super) metadata: BTreeMap<String, String>,
     pub(super) bytes: u64,
     pub(super) parameters: u64,
-    pub(super) mappings: Mappings,
+    /// Where the values of metadata lie that were not kept as they are, and of which file.
+    pub(super) values: BTreeMap<String, (usize, MetadataValue)>,
 }
 
 impl Contents {
@@ -51,10 +54,15 @@ impl Contents {
                 }
             }
         }
+        for (key, value) in listing.values {
+            if !self.metadata.contains_key(&key) {
+                self.values.insert(key, (self.files.len(), value));
+            }
+        }
         for (key, text) in listing.metadata {
             self.metadata.entry(key).or_insert(text);
         }
-        self.files.push(file);
+        self.files.push(Arc::new(file));
         Ok(())
     }
 

@@ -3,10 +3,12 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sd_backend::{MapOptions, MappedFile};
 
 use super::error::{CheckpointError, shown};
+use super::mapping::FileMappings;
 
 /// A regular file, held open at the length it had when it was opened.
 ///
@@ -17,6 +19,7 @@ pub(super) struct WeightFile {
     path: PathBuf,
     file: File,
     length: u64,
+    mappings: Mutex<FileMappings>,
 }
 
 impl WeightFile {
@@ -32,6 +35,7 @@ impl WeightFile {
             path: path.to_owned(),
             file,
             length: opened.len(),
+            mappings: Mutex::default(),
         })
     }
 
@@ -42,6 +46,12 @@ impl WeightFile {
     /// Bytes when it was opened.
     pub(super) fn length(&self) -> u64 {
         self.length
+    }
+
+    /// What is kept of it in memory.
+    pub(super) fn mappings(&self) -> MutexGuard<'_, FileMappings> {
+        // It is right after each statement that changes it.
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Maps it; it must still be as long as when it was opened.

@@ -6,6 +6,7 @@ use super::StoredType;
 use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
 use super::gguf_cursor::{Cursor, UINT32};
+use super::gguf_metadata::MetadataValue;
 use super::safetensors::Listing;
 use super::tensor_info::{Location, TensorInfo};
 
@@ -52,7 +53,11 @@ pub(super) fn list(file: &WeightFile, number: usize) -> Result<Listing, Checkpoi
     }
     cursor.demand(1, entries * MIN_ENTRY + tensors * MIN_TENSOR)?;
 
-    let (metadata, alignment) = metadata(file, &mut cursor, entries)?;
+    let Metadata {
+        texts,
+        values,
+        alignment,
+    } = metadata(file, &mut cursor, entries)?;
     let mut infos = BTreeMap::new();
     for index in 0..tensors {
         let name = cursor.name(&|| format!("the name of tensor number {index}"))?;
@@ -79,7 +84,8 @@ pub(super) fn list(file: &WeightFile, number: usize) -> Result<Listing, Checkpoi
         (name, info)
     };
     Ok(Listing {
-        metadata,
+        metadata: texts,
+        values,
         tensors: infos.into_iter().map(place).collect(),
     })
 }
@@ -98,13 +104,21 @@ fn check_version(file: &WeightFile, version: u32) -> Result<(), CheckpointError>
     Err(CheckpointError::header(file.path(), reason))
 }
 
-/// The metadata as texts, and the alignment of the data.
+/// What comes before the list of tensors.
+struct Metadata {
+    texts: BTreeMap<String, String>,
+    /// Where the values lie, in the order of the file.
+    values: Vec<(String, MetadataValue)>,
+    alignment: u64,
+}
+
 fn metadata(
     file: &WeightFile,
     cursor: &mut Cursor<'_>,
     entries: u64,
-) -> Result<(BTreeMap<String, String>, u64), CheckpointError> {
+) -> Result<Metadata, CheckpointError> {
     let mut metadata = BTreeMap::new();
+    let mut values = Vec::new();
     let mut alignment = DEFAULT_ALIGNMENT;
     for index in 0..entries {
         let key = cursor.name(&|| format!("the key of metadata entry number {index}"))?;
@@ -113,6 +127,7 @@ fn metadata(
             return wrong("the file has it twice");
         }
         let kind = cursor.u32()?;
+        let start = cursor.position();
         let text = if key == ALIGNMENT {
             if kind != UINT32 {
                 return wrong("it is not an unsigned 32-bit number");
@@ -127,9 +142,17 @@ fn metadata(
         } else {
             cursor.value(&key, kind)?
         };
+        if key != ALIGNMENT {
+            let range = start..cursor.position();
+            values.push((key.clone(), MetadataValue { kind, range }));
+        }
         metadata.insert(key, text);
     }
-    Ok((metadata, alignment))
+    Ok(Metadata {
+        texts: metadata,
+        values,
+        alignment,
+    })
 }
 
 /// What the list says about the tensor `name`, and where in the data it begins.

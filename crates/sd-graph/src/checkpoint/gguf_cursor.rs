@@ -16,8 +16,8 @@ const PIECE: u64 = 1 << 16;
 
 /// Type numbers of metadata values that have a meaning here; the others are in [`Cursor::scalar`].
 pub(super) const UINT32: u32 = 4;
-const STRING: u32 = 8;
-const ARRAY: u32 = 9;
+pub(super) const STRING: u32 = 8;
+pub(super) const ARRAY: u32 = 9;
 
 /// A place in the beginning of a file. Every step is held against the file's length and [`MAX_HEADER`] first.
 pub(super) struct Cursor<'a> {
@@ -35,6 +35,16 @@ impl<'a> Cursor<'a> {
             buffer: Vec::new(),
             start: 0,
             at: 0,
+        }
+    }
+
+    /// As [`Cursor::new`], from byte `at` on.
+    pub(super) fn starting_at(file: &'a WeightFile, at: u64) -> Cursor<'a> {
+        Cursor {
+            file,
+            buffer: Vec::new(),
+            start: at,
+            at,
         }
     }
 
@@ -94,6 +104,16 @@ impl<'a> Cursor<'a> {
         }
         String::from_utf8(self.bytes(length)?)
             .map_err(|error| wrong(format!("{} is not UTF-8 text: {error}", what())))
+    }
+
+    /// A text of the array `key`.
+    pub(super) fn text(&mut self, key: &str) -> Result<String, CheckpointError> {
+        let length = self.u64()?;
+        let bytes = self.bytes(length)?;
+        String::from_utf8(bytes).map_err(|error| {
+            let reason = format!("it is not UTF-8 text: {error}");
+            CheckpointError::metadata(self.file.path(), key, reason)
+        })
     }
 
     /// The value of the metadata entry `key`, as text.

@@ -1,22 +1,16 @@
 //! Weight files as memory of devices.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use sd_backend::{Device, Error as BackendError, HostMapping, Ledger, MapOptions, MappedFile};
 
 use super::Checkpoint;
 use super::file::WeightFile;
 
-/// What a checkpoint keeps of its mapped files, so that everything loaded from it shares them.
+/// What is kept of a mapped file, so that everything loaded from it shares that.
 #[derive(Debug, Default)]
-pub(super) struct Mappings {
-    by_file: Mutex<BTreeMap<usize, FileMappings>>,
-}
-
-#[derive(Debug, Default)]
-struct FileMappings {
+pub(super) struct FileMappings {
     file: Option<Arc<MappedFile>>,
     /// One for each device and account, or several where a device cannot take a whole file at once.
     on_devices: Vec<(Ledger, HostMapping)>,
@@ -37,12 +31,12 @@ impl Checkpoint {
 
     /// Bytes of file `index`.
     pub(crate) fn file_length(&self, index: usize) -> u64 {
-        self.0.files.get(index).map_or(0, WeightFile::length)
+        self.0.files.get(index).map_or(0, |file| file.length())
     }
 
     /// Whether file `index` lies on a disk of this machine.
     pub(crate) fn is_local(&self, index: usize) -> bool {
-        self.0.files.get(index).is_some_and(WeightFile::is_local)
+        self.0.files.get(index).is_some_and(|file| file.is_local())
     }
 
     /// Mappings of file `index` for `device`, on the account of `ledger`, that together cover every range of `ranges`;
@@ -56,8 +50,7 @@ impl Checkpoint {
         ranges: &[Range<u64>],
     ) -> Option<Vec<HostMapping>> {
         let file = self.0.files.get(index)?;
-        let mut by_file = self.lock();
-        let state = by_file.entry(index).or_default();
+        let mut state = file.mappings();
         let failure = match state.cover(file, device, ledger, ranges) {
             Ok(mappings) => return Some(mappings),
             Err(failure) => failure,
@@ -71,16 +64,9 @@ impl Checkpoint {
 
     /// Forgets the mappings that are kept for the next load; those in use stay until nothing uses them.
     pub fn release_mappings(&self) {
-        self.lock().clear();
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, FileMappings>> {
-        // Every entry is right after each statement that changes it.
-        self.0
-            .mappings
-            .by_file
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        for file in &self.0.files {
+            *file.mappings() = FileMappings::default();
+        }
     }
 }
 

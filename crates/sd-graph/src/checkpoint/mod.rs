@@ -5,28 +5,37 @@
 //! Nothing in a file is believed before it is checked, and no code here can panic on what a file says.
 
 mod contents;
+mod conversion;
 mod error;
 mod file;
 mod folder;
 mod foreign;
 mod gguf;
 mod gguf_cursor;
+mod gguf_metadata;
 mod header;
 mod index_json;
 mod mapping;
 mod safetensors;
+mod selection;
 mod stored_type;
 mod string_map;
 mod tensor_info;
+mod write_error;
+mod write_gguf;
+mod write_safetensors;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use conversion::{Conversion, ConversionReport, Existing, FileFormat};
 pub use error::CheckpointError;
+pub use selection::{Rows, Selection};
 pub use stored_type::{StoredType, UnknownStoredType};
 pub use tensor_info::TensorInfo;
+pub use write_error::WriteError;
 
 use contents::Contents;
 use error::shown;

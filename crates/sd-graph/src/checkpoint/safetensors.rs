@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
+use super::gguf_metadata::MetadataValue;
 use super::foreign::{self, recognise, recognise_text};
 use super::header::{Entry, Header, TypeName};
 use super::tensor_info::{Location, TensorInfo};
@@ -17,6 +18,8 @@ pub(super) const MAX_HEADER: u64 = 100_000_000;
 pub(super) struct Listing {
     pub(super) metadata: BTreeMap<String, String>,
     pub(super) tensors: Vec<(String, TensorInfo)>,
+    /// Where each value of a GGUF file's metadata lies.
+    pub(super) values: Vec<(String, MetadataValue)>,
 }
 
 /// Reads and checks the header of `file`, which will be number `number` of its checkpoint. No tensor byte is read.
@@ -46,7 +49,11 @@ pub(super) fn list(file: &WeightFile, number: usize) -> Result<Listing, Checkpoi
             .iter()
             .map(|&(range, at)| (tensors[at].0.as_str(), range)),
     )?;
-    Ok(Listing { metadata, tensors })
+    Ok(Listing {
+        metadata,
+        tensors,
+        values: Vec::new(),
+    })
 }
 
 /// The header's bytes, read only after its announced length has been found possible.
