@@ -1,14 +1,14 @@
 //! Arguments of the command, and what its help says.
 
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::PossibleValuesParser;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
-use sd_graph::TensorTypes;
+use sd_graph::{LoadOptions, TensorTypes};
 use sd_models::{
-    Circular, FrameRate, ModelArgs, PipelineBuilder, PreviewBy, Request, Rng, Sampler, Schedule,
+    Circular, FrameRate, ModelArgs, ModelFiles, PipelineBuilder, PreviewBy, Request, Rng, Sampler, Schedule,
     Scheduler,
 };
 
@@ -52,6 +52,14 @@ pub(crate) enum Command {
     Plan(Plan),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
+    /// Write a file of weights as a GGUF or safetensors file, with weights of other types.
+    #[command(
+        after_help = "What is read is a .safetensors or .gguf file, or a folder of one part of a model (its transformer, say). The \
+        ending of the output's name says what is written: .gguf holds all types, .safetensors F32, F16 and BF16. Of a diffusion \
+        model, weights outside of its layers keep their type unless a --tensor-type names them; vectors and biases are never \
+        quantised. Memory does not grow with the file."
+    )]
+    Convert(Convert),
     /// List the devices there are to run on, with their memory and what they can do.
     Devices(Devices),
     /// Encode pictures and frames of clips as latents, and decode latents, with a VAE of the WAN family.
@@ -79,12 +87,15 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "TEXT")]
     pub(crate) negative_prompt: Option<String>,
 
-    /// Model folder in the diffusers layout (with a model_index.json).
-    #[arg(short, long, value_name = "DIR")]
+    /// Model folder in the diffusers layout (with a model_index.json), or a .safetensors or .gguf file with some or all parts.
+    #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) references: References,
+
+    #[command(flatten)]
+    pub(crate) parts: Parts,
 
     /// Width in pixels, rounded down to a multiple of 32 [default: that of the last reference picture, or the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
@@ -256,6 +267,71 @@ fn preview(text: &str) -> Result<(usize, PreviewBy), String> {
     })
 }
 
+/// Files of single parts of a model.
+#[derive(Debug, Args)]
+pub(crate) struct Parts {
+    /// Transformer, in place of the model's: a .safetensors or .gguf file, or a folder.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) transformer: Option<PathBuf>,
+
+    /// Text encoder, in place of the model's: a .safetensors file, a .gguf file as llama.cpp has it, or a folder.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) text_encoder: Option<PathBuf>,
+
+    /// VAE, in place of the model's: a file or a folder.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) vae: Option<PathBuf>,
+
+    /// Tokenizer, in place of the model's or of that in a .gguf text encoder: tokenizer.json, or a folder with it.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) tokenizer: Option<PathBuf>,
+
+    /// LoRA to add to the transformer, and how many times [default: 1]. May be given several times.
+    #[arg(long, value_name = "FILE[:STRENGTH]", value_parser = lora)]
+    pub(crate) lora: Vec<(PathBuf, f32)>,
+}
+
+impl Parts {
+    /// All files of a model with these parts.
+    pub(crate) fn files(&self, model: Option<&Path>) -> ModelFiles {
+        let mut files = ModelFiles::default();
+        if let Some(path) = model {
+            files = files.model(path);
+        }
+        if let Some(path) = &self.transformer {
+            files = files.transformer(path);
+        }
+        if let Some(path) = &self.text_encoder {
+            files = files.text_encoder(path);
+        }
+        if let Some(path) = &self.vae {
+            files = files.vae(path);
+        }
+        if let Some(path) = &self.tokenizer {
+            files = files.tokenizer(path);
+        }
+        let loras = self.lora.iter();
+        loras.fold(files, |files, (path, strength)| files.lora(path, *strength))
+    }
+}
+
+/// A path, and behind a colon a number if what is there is one.
+fn lora(text: &str) -> Result<(PathBuf, f32), String> {
+    let (path, strength) = match text.rsplit_once(':') {
+        Some((path, number)) if !path.is_empty() && number.parse::<f32>().is_ok() => {
+            (path, number.parse().unwrap_or(1.0))
+        }
+        _ => (text, 1.0),
+    };
+    if path.is_empty() {
+        return Err("a file is expected".to_owned());
+    }
+    if !f32::is_finite(strength) {
+        return Err(format!("{strength} is no strength"));
+    }
+    Ok((path.into(), strength))
+}
+
 /// Sides of a picture that join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Sides {
@@ -280,9 +356,12 @@ impl From<Sides> for Circular {
 /// Arguments of `sd plan`.
 #[derive(Debug, Args)]
 pub(crate) struct Plan {
-    /// Model folder in the diffusers layout.
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: PathBuf,
+    /// Model folder in the diffusers layout, or a file with some or all parts.
+    #[arg(value_name = "MODEL", required_unless_present = "transformer")]
+    pub(crate) model: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) parts: Parts,
 
     /// Width in pixels [default: the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
@@ -384,7 +463,7 @@ impl Model {
 /// Which types weights get in memory.
 #[derive(Debug, Args)]
 pub(crate) struct Weights {
-    /// Type that weights get in memory, such as f16, q8_0 or q4_K [default: that of the files].
+    /// Type that weights get, such as f16, q8_0 or q4_K [default: that of the files].
     #[arg(long, value_name = "TYPE", value_parser = sd_graph::weight_type)]
     pub(crate) weight_type: Option<DType>,
 
@@ -395,6 +474,17 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
+    /// What they ask of a file.
+    pub(crate) fn apply_to(&self, mut options: LoadOptions) -> LoadOptions {
+        if let Some(dtype) = self.weight_type {
+            options = options.weight_type(dtype);
+        }
+        let rules = self.tensor_type.iter();
+        rules.fold(options, |options, rules| {
+            options.tensor_types(rules.clone())
+        })
+    }
+
     /// Passes them on.
     pub(crate) fn apply(&self, mut builder: PipelineBuilder) -> PipelineBuilder {
         if let Some(dtype) = self.weight_type {
@@ -500,6 +590,29 @@ pub(crate) struct Info {
     pub(crate) model: PathBuf,
 
     /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `sd convert`.
+#[derive(Debug, Args)]
+pub(crate) struct Convert {
+    /// File or folder of weights to read.
+    #[arg(value_name = "IN")]
+    pub(crate) input: PathBuf,
+
+    /// File to write: .gguf or .safetensors.
+    #[arg(value_name = "OUT")]
+    pub(crate) output: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) weights: Weights,
+
+    /// Replace the output if it exists.
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Print one report in JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

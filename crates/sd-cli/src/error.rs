@@ -15,6 +15,15 @@ pub(crate) enum Error {
     /// A weight file could not be read.
     #[error(transparent)]
     Checkpoint(#[from] sd_graph::CheckpointError),
+    /// A weight file cannot be written.
+    #[error(transparent)]
+    Write(#[from] sd_graph::WriteError),
+    /// A model folder, where one of its parts is needed.
+    #[error("{}: this is a model of several parts, which are converted one by one, such as {}", folder.display(), folder.join("transformer").display())]
+    SeveralParts {
+        /// The folder.
+        folder: PathBuf,
+    },
     /// A value of an option that no model could use.
     #[error("--{option} {value}: {reason}")]
     Option {

@@ -103,12 +103,15 @@ pub(crate) fn run(
 ) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
-    let folder = match &arguments.model {
-        Some(folder) => folder.clone(),
-        None => tiny::find()?,
+    let model = match (&arguments.model, &arguments.parts.transformer) {
+        (Some(model), _) => Some(model.clone()),
+        // Made of parts alone.
+        (None, Some(_)) => None,
+        (None, None) => Some(tiny::find()?),
     };
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
+    let files = arguments.parts.files(model.as_deref());
     let is_silent = arguments.json || is_quiet;
     let terminal = terminal.filter(|_| !is_silent && std::io::stderr().is_terminal());
     let previews = Previews::new(&arguments.preview, terminal);
@@ -120,7 +123,7 @@ pub(crate) fn run(
     }
     let mut display = Display::new(is_silent, previews);
 
-    let builder = arguments.resources.apply(Pipeline::open(&folder)?);
+    let builder = arguments.resources.apply(Pipeline::from_files(files)?);
     let mut builder = arguments.options.apply(arguments.weights.apply(builder));
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);
@@ -223,7 +226,11 @@ pub(crate) fn run(
         (all.sum::<f64>() * 1e4).round() / 1e4
     };
     let report = Report {
-        model: folder.display().to_string(),
+        model: model
+            .or(arguments.parts.transformer.clone())
+            .unwrap_or_default()
+            .display()
+            .to_string(),
         device: pipeline.device().name(),
         threads: pipeline.threads(),
         prompt: &arguments.prompt,

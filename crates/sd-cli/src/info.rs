@@ -24,7 +24,27 @@ struct Report {
     supported: Option<bool>,
     parameters: u64,
     bytes: u64,
+    /// What a file was recognised as.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    parts: Vec<Part>,
     components: Vec<Component>,
+}
+
+/// A part of a model in a file.
+#[derive(Debug, Serialize)]
+struct Part {
+    family: &'static str,
+    component: &'static str,
+    /// How its tensors are named.
+    naming: &'static str,
+    /// What their names begin with.
+    prefix: String,
+    /// What follows from names, shapes and metadata.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    config: Option<serde_json::Value>,
+    /// Why nothing does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
 }
 
 /// One set of weights.
@@ -108,12 +128,19 @@ fn single(path: &Path) -> Result<Report, Error> {
         || path.display().to_string(),
         |name| name.to_string_lossy().into_owned(),
     );
-    Ok(summed(
-        path,
-        None,
-        None,
-        vec![component(&checkpoint, &name, true)],
-    ))
+    let mut report = summed(path, None, None, vec![component(&checkpoint, &name, true)]);
+    let parts = sd_models::identify(&checkpoint).into_iter();
+    report.parts = parts
+        .map(|part| Part {
+            family: part.family,
+            component: part.component.name(),
+            naming: part.naming,
+            prefix: part.prefix,
+            error: part.config.as_ref().err().cloned(),
+            config: part.config.ok(),
+        })
+        .collect();
+    Ok(report)
 }
 
 fn summed(
@@ -131,6 +158,7 @@ fn summed(
             .map(|component| component.parameters)
             .sum(),
         bytes: components.iter().map(|component| component.bytes).sum(),
+        parts: Vec::new(),
         components,
     }
 }
@@ -177,6 +205,27 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
         count(report.parameters),
         Bytes(report.bytes)
     )?;
+    for part in &report.parts {
+        let Part {
+            family,
+            component,
+            naming,
+            prefix,
+            ..
+        } = part;
+        let prefix = match prefix.is_empty() {
+            true => String::new(),
+            false => format!(" behind {}", prefix.escape_debug()),
+        };
+        writeln!(out, "  {component} of {family}, names {naming}{prefix}")?;
+        match (&part.config, &part.error) {
+            (Some(config), _) => writeln!(out, "    {config}")?,
+            (None, error) => writeln!(out, "    {}", error.as_deref().unwrap_or_default())?,
+        }
+    }
+    if report.parts.is_empty() && report.class.is_none() {
+        writeln!(out, "  not recognised as a part of a model")?;
+    }
     for component in &report.components {
         let types: Vec<String> = component
             .types

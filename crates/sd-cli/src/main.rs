@@ -4,6 +4,7 @@
 
 mod args;
 mod backends;
+mod convert;
 mod devices;
 mod error;
 mod generate;
@@ -46,8 +47,8 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
     let command = &arguments.command;
-    // What a checkpoint is, no device needs to know.
-    if !matches!(command, Command::Info(_)) {
+    // What a checkpoint is, and its bytes, no device needs to know.
+    if !matches!(command, Command::Info(_) | Command::Convert(_)) {
         backends::load(backends)?;
     }
     match command {
@@ -58,6 +59,7 @@ fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
         }
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
+        Command::Convert(arguments) => convert::run(arguments),
         Command::Devices(arguments) => devices::run(arguments),
         Command::Vae(arguments) => vae::run(arguments),
         Command::RpcServer(arguments) => rpc_server::run(arguments),

@@ -74,7 +74,8 @@ struct Fallback {
 
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let size = crate::generate::size(arguments.width, arguments.height);
-    let builder = arguments.resources.apply(Pipeline::open(&arguments.model)?);
+    let files = arguments.parts.files(arguments.model.as_deref());
+    let builder = arguments.resources.apply(Pipeline::from_files(files)?);
     let builder = arguments.options.apply(arguments.weights.apply(builder));
     let references = &arguments.reference;
     let plan = builder.plan_with(size, arguments.tokens, references, arguments.ref_size)?;

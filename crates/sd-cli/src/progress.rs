@@ -72,6 +72,10 @@ impl Reporter for Display {
                 self.line(stage);
             }
             Progress::Loading { done, total, .. } => self.show(*done, *total),
+            Progress::Writing { bytes, of, .. } => {
+                const MIB: u64 = 1 << 20;
+                self.show((bytes / MIB) as usize, of.div_ceil(MIB) as usize);
+            }
             Progress::Step { done, total } => {
                 self.show(*done, *total);
                 self.line(&format!("{} {done}/{total}", self.stage));

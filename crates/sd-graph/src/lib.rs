@@ -64,8 +64,8 @@ mod workspace;
 
 pub use cache::PlanCache;
 pub use checkpoint::{
-    Checkpoint, CheckpointError, Conversion, ConversionReport, Existing, FileFormat, Rows, Selection,
-    StoredType, TensorInfo, UnknownStoredType, WriteError,
+    Checkpoint, CheckpointError, Conversion, ConversionReport, Existing, FileFormat, Rows,
+    Selection, StoredType, TensorInfo, UnknownStoredType, WriteError,
 };
 pub use convert::{ConvertError, convert, is_convertible};
 pub use convolution::Convolution;

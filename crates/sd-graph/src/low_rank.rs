@@ -72,6 +72,9 @@ impl Adapters {
     pub(crate) fn unused(&self) -> Vec<String> {
         let used = self.used.borrow();
         let weights = self.by_weight.keys();
-        weights.filter(|weight| !used.contains(*weight)).cloned().collect()
+        weights
+            .filter(|weight| !used.contains(*weight))
+            .cloned()
+            .collect()
     }
 }

@@ -9,6 +9,7 @@ use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes}
 
 use crate::config::read_json;
 use crate::error::Result;
+use crate::model_files::ModelFiles;
 use crate::pipeline::Pipeline;
 use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21, reference_sizes, segments_for};
 use crate::request::{Defaults, rounded};
@@ -20,7 +21,7 @@ pub(crate) const COMMON_PROMPT: usize = 64;
 /// A model that was opened and checked but not yet loaded.
 #[derive(Debug)]
 pub struct PipelineBuilder {
-    pub(crate) folder: PathBuf,
+    pub(crate) files: ModelFiles,
     pub(crate) wishes: Wishes,
     pub(crate) backend: BackendOptions,
     pub(crate) load: LoadOptions,
@@ -87,6 +88,36 @@ impl PipelineBuilder {
         self
     }
 
+    /// Takes the transformer from this file or folder. Files are looked at when the model is planned or loaded.
+    pub fn transformer(mut self, path: impl Into<PathBuf>) -> Self {
+        self.files = self.files.transformer(path);
+        self
+    }
+
+    /// Takes the text encoder from this file or folder.
+    pub fn text_encoder(mut self, path: impl Into<PathBuf>) -> Self {
+        self.files = self.files.text_encoder(path);
+        self
+    }
+
+    /// Takes the VAE from this file or folder.
+    pub fn vae(mut self, path: impl Into<PathBuf>) -> Self {
+        self.files = self.files.vae(path);
+        self
+    }
+
+    /// Takes the tokenizer from this `tokenizer.json` or folder.
+    pub fn tokenizer(mut self, path: impl Into<PathBuf>) -> Self {
+        self.files = self.files.tokenizer(path);
+        self
+    }
+
+    /// Adds a LoRA to the transformer, `strength` times. May be called several times; all are added up.
+    pub fn lora(mut self, path: impl Into<PathBuf>, strength: f32) -> Self {
+        self.files = self.files.lora(path, strength);
+        self
+    }
+
     /// What the model needs for one picture of the given size (the model's default if none) and a prompt of `tokens`
     /// tokens. Nothing is loaded.
     ///
@@ -110,7 +141,7 @@ impl PipelineBuilder {
         resolution: Option<usize>,
     ) -> Result<MemoryPlan> {
         let defaults = self.defaults()?;
-        let model = QwenImage21::open(&self.folder, &self.load)?;
+        let model = QwenImage21::open(self.files.clone(), &self.load)?;
         let area = defaults.reference_area(resolution)?;
         let reading = match references {
             [] => Vec::new(),
@@ -148,11 +179,13 @@ impl PipelineBuilder {
 
     /// The author's recommendations, if the folder has any.
     fn defaults(&self) -> Result<Defaults> {
-        let path = self.folder.join("sd-defaults.json");
-        if path.is_file() {
-            read_json(&path)
-        } else {
-            Ok(Defaults::default())
+        let path = self
+            .files
+            .folder()
+            .map(|folder| folder.join("sd-defaults.json"));
+        match path.filter(|path| path.is_file()) {
+            Some(path) => read_json(&path),
+            None => Ok(Defaults::default()),
         }
     }
 
@@ -174,7 +207,7 @@ impl PipelineBuilder {
     pub fn load_with(self, cancel: &Cancel, progress: &mut dyn Reporter) -> Result<Pipeline> {
         let mut backends = Backends::new(self.backend.clone());
         let defaults = self.defaults()?;
-        let mut model = QwenImage21::open(&self.folder, &self.load)?;
+        let mut model = QwenImage21::open(self.files.clone(), &self.load)?;
         let scale = model.scale_factor();
         let size = (defaults.height / scale, defaults.width / scale);
         let (seating, _) = Seating::find_largest(

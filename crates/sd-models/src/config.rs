@@ -33,6 +33,17 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     serde_json::from_str(&text).map_err(|error| config(error.to_string()))
 }
 
+/// Reads `value` as `T`, as if it stood in the file `path`.
+///
+/// # Errors
+/// [`Error::Config`].
+pub(crate) fn from_json<T: DeserializeOwned>(path: &Path, value: serde_json::Value) -> Result<T> {
+    serde_json::from_value(value).map_err(|error| Error::Config {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    })
+}
+
 /// Refuses values that would make a model without sense.
 ///
 /// # Errors

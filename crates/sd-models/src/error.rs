@@ -49,6 +49,45 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A file of weights does not hold the part of a model that it was given for.
+    #[error("{}: looked for the {looked_for}; found {found}", path.display())]
+    UnknownFile {
+        /// The file.
+        path: PathBuf,
+        /// Parts, and the tensors by which they are known.
+        looked_for: String,
+        /// What is there instead.
+        found: String,
+    },
+    /// Weights whose numbers mean something only together with other tensors.
+    #[error(
+        "{}: the weights are scaled by tensors of their own ({}), which is not supported; files in BF16, F16 or F8 without scales and \
+        GGUF files are", path.display(), tensor.escape_debug()
+    )]
+    UnsupportedWeights {
+        /// The file.
+        path: PathBuf,
+        /// One of the scales.
+        tensor: String,
+    },
+    /// A part of a model was neither given nor found.
+    #[error("{}: no {part} here; it can be given with {hint}", path.display())]
+    MissingPart {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// The part.
+        part: &'static str,
+        /// The option that gives it.
+        hint: &'static str,
+    },
+    /// A LoRA that changes nothing of the model, or cannot be read as one.
+    #[error("{}: {reason}", path.display())]
+    Lora {
+        /// The file.
+        path: PathBuf,
+        /// What was looked for and what was found.
+        reason: String,
+    },
     /// The folder holds a model of a class that this version does not know.
     #[error("{}: the class `{class}` is not supported; supported: {}", path.display(), supported.join(", "))]
     UnsupportedModel {

@@ -1,6 +1,6 @@
 //! Layers that several models share, named as the field names them.
 
-use sd_graph::{Param, Role, Scope, Tensor};
+use sd_graph::{LowRank, Param, Role, Scope, Tensor};
 
 use crate::rope::Circular;
 
@@ -9,14 +9,16 @@ use crate::rope::Circular;
 pub struct Linear {
     weight: Param,
     bias: Option<Param>,
+    low_rank: Vec<LowRank>,
 }
 
 impl Linear {
-    /// Declares `weight [out, in]` and, where `bias` says so, `bias [out]` at `scope`.
+    /// Declares `weight [out, in]` and, where `bias` says so, `bias [out]` at `scope`, and what LoRAs add to it.
     pub fn new(scope: &Scope<'_>, input: usize, output: usize, bias: bool) -> Linear {
         Linear {
             weight: scope.param("weight", [output, input], Role::Matrix),
             bias: bias.then(|| scope.param("bias", [output], Role::Vector)),
+            low_rank: scope.low_rank("weight", [output, input]),
         }
     }
 
@@ -28,6 +30,7 @@ impl Linear {
         Linear {
             weight: scope.param_as("weight", kernel, [*output, input], Role::Matrix),
             bias: Some(scope.param("bias", [*output], Role::Vector)),
+            low_rank: Vec::new(),
         }
     }
 
@@ -35,7 +38,12 @@ impl Linear {
     #[track_caller]
     pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
         let g = x.graph();
-        let y = x.matmul_transposed(g.param(&self.weight));
+        let mut y = x.matmul_transposed(g.param(&self.weight));
+        for LowRank { down, up, scale } in &self.low_rank {
+            // Few channels in between: that is where scaling costs least.
+            let narrow = x.matmul_transposed(g.param(down)) * *scale;
+            y = y + narrow.matmul_transposed(g.param(up));
+        }
         match &self.bias {
             Some(bias) => y + g.param(bias),
             None => y,

@@ -12,6 +12,8 @@ use crate::builder::{MAIN, PipelineBuilder, seat};
 use crate::denoising::{Denoising, Previewing, Took, evict};
 use crate::error::{Error, Result};
 use crate::image::Image;
+use crate::lora::LoraReport;
+use crate::model_files::ModelFiles;
 use crate::model_index::{ModelIndex, SUPPORTED};
 use crate::preview::PreviewBy;
 use crate::qwen_image_2_1::{Canvas, Condition, IN_ORDER, ModelIdentity, QwenImage21, References};
@@ -54,22 +56,31 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Looks at a model folder in the diffusers layout and decides what it holds.
+    /// Looks at a model folder in the diffusers layout and decides what it holds; or takes a file with several parts, or with
+    /// the transformer while [`PipelineBuilder`] is told where the other parts are.
     ///
     /// # Errors
     /// [`Error::Missing`] if it is no such folder, [`Error::UnsupportedModel`], [`Error::Config`].
-    pub fn open(folder: impl AsRef<Path>) -> Result<PipelineBuilder> {
-        let folder = folder.as_ref();
-        let index = ModelIndex::read(folder)?;
-        if !index.is_supported() {
+    pub fn open(path: impl AsRef<Path>) -> Result<PipelineBuilder> {
+        Pipeline::from_files(ModelFiles::from(path.as_ref()))
+    }
+
+    /// As [`Pipeline::open`], for a model whose parts are given one by one.
+    ///
+    /// # Errors
+    /// As for [`Pipeline::open`]; files of weights are looked at when the model is planned or loaded.
+    pub fn from_files(files: ModelFiles) -> Result<PipelineBuilder> {
+        let folder = files.model.as_deref().filter(|path| !path.is_file());
+        let index = folder.map(ModelIndex::read).transpose()?;
+        if let Some(index) = index.filter(|index| !index.is_supported()) {
             return Err(Error::UnsupportedModel {
-                path: folder.join("model_index.json"),
+                path: files.label().join("model_index.json"),
                 class: index.class_name().to_owned(),
                 supported: SUPPORTED,
             });
         }
         Ok(PipelineBuilder {
-            folder: folder.to_owned(),
+            files,
             wishes: Wishes::default(),
             backend: BackendOptions::default(),
             load: LoadOptions::default(),
@@ -439,6 +450,11 @@ impl Pipeline {
         // Every component has a seat.
         let first = self.seating.devices[0].device;
         self.seating.device(component).unwrap_or(first)
+    }
+
+    /// What became of each LoRA.
+    pub fn loras(&self) -> &[LoraReport] {
+        self.model.loras()
     }
 
     /// What loading did.

@@ -180,9 +180,7 @@ impl<'c> Conversion<'c> {
         cancel.check()?;
         self.check_target(file, existing)?;
         let header = match self.format {
-            FileFormat::Gguf => {
-                write_gguf::header(self.checkpoint, &self.tensors, &self.metadata)?
-            }
+            FileFormat::Gguf => write_gguf::header(self.checkpoint, &self.tensors, &self.metadata)?,
             FileFormat::Safetensors => {
                 write_safetensors::header(self.checkpoint, &self.tensors, &self.metadata)
             }
@@ -201,7 +199,9 @@ impl<'c> Conversion<'c> {
             Err(_) => None,
         };
 
-        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = file
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
         let part = tempfile::Builder::new()
             .prefix(".sd-")
@@ -259,7 +259,8 @@ impl<'c> Conversion<'c> {
         let Ok(target) = fs::canonicalize(file) else {
             return Ok(());
         };
-        let is_read = |read: &Path| fs::canonicalize(read).is_ok_and(|read| is_same(&read, &target));
+        let is_read =
+            |read: &Path| fs::canonicalize(read).is_ok_and(|read| is_same(&read, &target));
         if self.checkpoint.files().any(|(read, _)| is_read(read)) {
             return Err(WriteError::SameFile {
                 file: file.to_owned(),
@@ -396,10 +397,7 @@ impl Run<'_> {
 fn in_gguf(stored: StoredType, format: FileFormat) -> Option<DType> {
     let is_small = matches!(
         stored,
-        StoredType::F8E4M3
-            | StoredType::F8E5M2
-            | StoredType::F8E4M3Fnuz
-            | StoredType::F8E5M2Fnuz
+        StoredType::F8E4M3 | StoredType::F8E5M2 | StoredType::F8E4M3Fnuz | StoredType::F8E5M2Fnuz
     );
     (is_small && format == FileFormat::Gguf).then_some(DType::F16)
 }
@@ -465,7 +463,19 @@ mod tests {
         };
         sink.write(&[0; 100]).unwrap();
         let error = sink.write(&[0; 100]).unwrap_err();
-        assert!(matches!(&error, WriteError::Io { kind: io::ErrorKind::StorageFull, .. }), "{error}");
-        assert_eq!(error.to_string(), "model.gguf: the disk is full after 100 of 200 bytes");
+        assert!(
+            matches!(
+                &error,
+                WriteError::Io {
+                    kind: io::ErrorKind::StorageFull,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert_eq!(
+            error.to_string(),
+            "model.gguf: the disk is full after 100 of 200 bytes"
+        );
     }
 }

@@ -9,6 +9,7 @@ use super::gguf_cursor::{Cursor, UINT32};
 use super::gguf_metadata::MetadataValue;
 use super::safetensors::Listing;
 use super::tensor_info::{Location, TensorInfo};
+use super::write_gguf::SHAPE_KEY;
 
 const MAGIC: [u8; 4] = *b"GGUF";
 /// Metadata entries, and tensors, that a file may have.
@@ -70,6 +71,12 @@ pub(super) fn list(file: &WeightFile, number: usize) -> Result<Listing, Checkpoi
             ));
         }
         infos.insert(name, info);
+    }
+
+    for (name, (info, _)) in &mut infos {
+        if let Some(own) = own_shape(&texts, name, info) {
+            *info = own;
+        }
     }
 
     // Neither can overflow: a header is far below 2^64, and so is an alignment.
@@ -192,6 +199,21 @@ fn tensor(
         )));
     }
     Ok((info, offset))
+}
+
+/// A tensor as it was before it got a shape that the format holds, if the metadata says so and it is the same bytes: rows of a
+/// quantised type that were put together have to stay so.
+fn own_shape(
+    texts: &BTreeMap<String, String>,
+    name: &str,
+    info: &TensorInfo,
+) -> Option<TensorInfo> {
+    let text = texts.get(&format!("{SHAPE_KEY}{name}"))?;
+    let sides = text.strip_prefix('[')?.strip_suffix(']')?;
+    let sides = sides.split(',').map(|side| side.trim().parse());
+    let shape: Vec<usize> = sides.collect::<Result<_, _>>().ok()?;
+    let own = TensorInfo::new(info.stored, shape).ok()?;
+    (own.bytes == info.bytes && own.elements() == info.elements()).then_some(own)
 }
 
 /// The tensors must lie in the file, apart from each other, with nothing but padding between and after them.

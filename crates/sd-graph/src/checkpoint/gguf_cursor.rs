@@ -16,6 +16,7 @@ const PIECE: u64 = 1 << 16;
 
 /// Type numbers of metadata values that have a meaning here; the others are in [`Cursor::scalar`].
 pub(super) const UINT32: u32 = 4;
+pub(super) const INT32: u32 = 5;
 pub(super) const STRING: u32 = 8;
 pub(super) const ARRAY: u32 = 9;
 

@@ -87,7 +87,7 @@ use error::shown;
 /// | other arrays, texts above 64 KiB | skipped, and kept as `[151936 values]`, `[text of 70000 bytes]` |
 /// | arrays of arrays, truth values other than 0 and 1, unknown value types | refused: the format has none |
 /// | `general.alignment` that is no 32-bit power of two up to 1 MiB | refused: a large one would hide anything as padding |
-/// | more than 4 dimensions | refused: the format's limit |
+/// | more than 4 dimensions | refused: the format's limit. `comfy.gguf.orig_shape.NAME` in the metadata gives a tensor back the shape that it had before, if that is the same bytes |
 /// | rows of a quantised type that are not whole blocks | refused: the size would not be one |
 /// | data that does not begin at a multiple of the alignment | refused, as ggml does |
 /// | less than one alignment of bytes before a tensor or after the last one | accepted: padding, whatever is in it |

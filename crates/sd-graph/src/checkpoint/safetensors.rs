@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::error::{CheckpointError, shown};
 use super::file::WeightFile;
-use super::gguf_metadata::MetadataValue;
 use super::foreign::{self, recognise, recognise_text};
+use super::gguf_metadata::MetadataValue;
 use super::header::{Entry, Header, TypeName};
 use super::tensor_info::{Location, TensorInfo};
 

@@ -62,9 +62,7 @@ impl WriteError {
                 format!("the disk is full after {written} of {total} bytes")
             }
             io::ErrorKind::FileTooLarge => {
-                format!(
-                    "the disk holds no files of {total} bytes; {written} of them were accepted"
-                )
+                format!("the disk holds no files of {total} bytes; {written} of them were accepted")
             }
             io::ErrorKind::PermissionDenied => "cannot be written: permission denied".to_owned(),
             io::ErrorKind::ReadOnlyFilesystem => {

@@ -33,10 +33,20 @@ pub(super) fn header(
     metadata: &[(String, String)],
 ) -> Vec<u8> {
     let mut texts: BTreeMap<&str, &str> = (checkpoint.metadata().iter())
-        .filter(|(key, _)| checkpoint.0.values.get(*key).is_none_or(|(_, value)| value.kind != ARRAY))
+        .filter(|(key, _)| {
+            checkpoint
+                .0
+                .values
+                .get(*key)
+                .is_none_or(|(_, value)| value.kind != ARRAY)
+        })
         .map(|(key, text)| (key.as_str(), text.as_str()))
         .collect();
-    texts.extend(metadata.iter().map(|(key, text)| (key.as_str(), text.as_str())));
+    texts.extend(
+        metadata
+            .iter()
+            .map(|(key, text)| (key.as_str(), text.as_str())),
+    );
     let mut entries = Map::new();
     if !texts.is_empty() {
         entries.insert("__metadata__".to_owned(), json!(texts));

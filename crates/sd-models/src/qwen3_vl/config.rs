@@ -236,7 +236,14 @@ impl Config {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) or [`Error::Config`](crate::Error::Config).
     pub fn read(path: &Path) -> Result<Config> {
-        let config: Config = read_json(path)?;
+        Config::checked(read_json(path)?, path)
+    }
+
+    /// Refuses what makes no sense, of the file `path`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config).
+    pub(crate) fn checked(config: Config, path: &Path) -> Result<Config> {
         let text = &config.text_config;
         let rope_type = text
             .rope_parameters

@@ -5,10 +5,12 @@
 
 mod config;
 mod image_processor;
+mod names;
 mod text;
 mod vision;
 
 pub use config::{Config, TextConfig, VisionConfig};
 pub use image_processor::ImageProcessor;
+pub(crate) use names::{IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN};
 pub use text::{Pictures, TextModel};
 pub use vision::VisionTower;

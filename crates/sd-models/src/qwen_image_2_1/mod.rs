@@ -7,8 +7,10 @@
 
 mod condition;
 mod encoding;
+mod files;
 mod layout;
 mod model;
+mod names;
 mod prefix;
 mod prompt;
 mod reading;
@@ -20,6 +22,7 @@ pub use crate::wan_vae::{Config as VaeConfig, Decoder as VaeDecoder, Encoder as 
 pub use condition::Condition;
 pub use layout::{AttentionRun, Layout, Segment};
 pub use model::{IN_ORDER, QwenImage21, Step, StepReport};
+pub(crate) use names::TRANSFORMER;
 pub(crate) use prefix::ModelIdentity;
 pub use prefix::{ModelArgs, Prefix, PrefixCache};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};

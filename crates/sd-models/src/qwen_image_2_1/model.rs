@@ -1,17 +1,18 @@
 //! The parts of a Qwen-Image 2.1 checkpoint, and what each does to get from a prompt to a picture.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use sd_backend::{Backend, Component, DType, Device};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan,
-    PlanCache, Progress, Reporter, RunnerCache, Scope, Weights,
+    Cancel, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan, PlanCache,
+    Progress, Reporter, RunnerCache, Scope, Weights,
 };
-use serde::Deserialize;
 
 use super::condition::Condition;
 use super::encoding::text_graph;
+use super::files::{Source, Sources};
 use super::layout::{Layout, Segment};
+use super::names::TRANSFORMER;
 use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, WeakPrefixes};
 use super::prompt::PromptTokenizer;
 use super::reading::Reader;
@@ -19,20 +20,15 @@ use super::references::parts;
 use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
 use super::{VaeConfig, VaeDecoder};
 use crate::canvas::{Canvas, Piece};
-use crate::config::read_json;
 use crate::error::{Error, Result};
+use crate::lora::{Adapted, LoraReport, adapt};
+use crate::model_files::ModelFiles;
 use crate::preview::{self, Fitting, LinearMap};
 use crate::qwen3_vl::{self, TextModel};
 use crate::rope;
 use crate::schedule::{FlowMatchEuler, Schedule, Scheduler};
 use crate::tiling::Mosaic;
-
-/// What of `model_index.json` bears on sampling.
-#[derive(Debug, Deserialize)]
-struct ModelIndex {
-    #[serde(default)]
-    sample_sigmas: Option<Vec<f32>>,
-}
+use crate::wan_vae::Names;
 
 /// The parts in the order in which a picture is made.
 pub const IN_ORDER: [Component; 3] = [Component::TextEncoder, Component::Diffusion, Component::Vae];
@@ -46,21 +42,33 @@ pub(super) struct Part<M> {
 }
 
 impl<M> Part<M> {
-    /// Opens the weights in the folder `name` of `model` and declares what `new` needs of them.
-    pub(super) fn open(
-        model: &Path,
+    /// Declares what `new` needs of the part called `name`, whose tensors are those of `source`.
+    pub(super) fn open<C>(
+        source: &Source<C>,
         name: &str,
         options: &LoadOptions,
-        new: impl FnOnce(&Scope<'_>) -> M,
+        new: impl FnOnce(&Scope<'_>, &C) -> M,
     ) -> Result<Part<M>> {
-        let checkpoint = Checkpoint::open(model.join(name))?;
-        let declarations = Declarations::new(&checkpoint, options.clone().component(name));
-        let module = new(&declarations.root());
+        let declarations = Declarations::new(&source.checkpoint, options.clone().component(name));
+        Part::declared(source, declarations, new)
+    }
+
+    /// As [`Part::open`], against what was begun to declare.
+    fn declared<C>(
+        source: &Source<C>,
+        declarations: Declarations<'_>,
+        new: impl FnOnce(&Scope<'_>, &C) -> M,
+    ) -> Result<Part<M>> {
+        let module = new(&declarations.root(), &source.config);
         let fallbacks = declarations.fallbacks();
+        let unused = declarations.unused_adapters();
         let params = declarations.finish()?;
+        if let [first, ..] = &unused[..] {
+            tracing::warn!(weights = unused.len(), %first, "LoRAs add to weights that are no linear layer; this is left out");
+        }
         Ok(Part {
             module,
-            weights: Weights::new(checkpoint, params),
+            weights: Weights::new(source.checkpoint.clone(), params),
             fallbacks,
         })
     }
@@ -87,6 +95,7 @@ pub struct QwenImage21 {
     identity: ModelIdentity,
     /// Conditions that keep something of this model.
     keepers: Vec<WeakPrefixes>,
+    loras: Vec<LoraReport>,
 }
 
 /// One call of the transformer for each condition.
@@ -123,36 +132,52 @@ struct Call {
 }
 
 impl QwenImage21 {
-    /// Opens a model in the diffusers layout: reads configurations and tokenizer, checks every tensor's name and shape.
-    /// No weight is read.
+    /// Opens a model: a folder in the diffusers layout, or [`ModelFiles`]. Reads configurations and tokenizer, checks every
+    /// tensor's name and shape. No weight is read.
     ///
     /// # Errors
     /// Everything that can be wrong with files; see [`Error`].
-    pub fn open(folder: &Path, options: &LoadOptions) -> Result<QwenImage21> {
-        let index: ModelIndex = read_json(&folder.join("model_index.json"))?;
-        let text_config = qwen3_vl::Config::read(&folder.join("text_encoder/config.json"))?;
-        let transformer_config = TransformerConfig::read(&folder.join("transformer/config.json"))?;
-        let vae_config = VaeConfig::read(&folder.join("vae/config.json"))?;
-        check_joints(folder, &text_config, &transformer_config, &vae_config)?;
-        let scheduler = FlowMatchEuler::read(&folder.join("scheduler/scheduler_config.json"))?;
-        let prompts = PromptTokenizer::read(&find_tokenizer(folder)?, &text_config)?;
+    pub fn open(files: impl Into<ModelFiles>, options: &LoadOptions) -> Result<QwenImage21> {
+        let files = files.into();
+        let Sources {
+            text_encoder,
+            mut transformer,
+            vae,
+            prompts,
+            scheduler,
+            sample_sigmas,
+        } = Sources::open(&files)?;
+        let configs = (&text_encoder.config, &transformer.config, &vae.config);
+        check_joints(files.label(), configs)?;
 
-        let text_encoder = Part::open(folder, "text_encoder", options, |root| {
-            TextModel::new(root, &text_config.text_config)
+        let Adapted {
+            checkpoint,
+            adapters,
+            reports,
+        } = adapt(&transformer.checkpoint, &TRANSFORMER, &files.loras)?;
+        transformer.checkpoint = checkpoint;
+        for report in reports.iter().filter(|report| !report.is_complete()) {
+            tracing::warn!("{report}");
+        }
+        let vae_names = Names::of(&vae.checkpoint);
+        let of = |name| options.clone().component(name);
+        let text = Part::open(&text_encoder, "text_encoder", options, |root, config| {
+            TextModel::new(root, &config.text_config)
         })?;
-        let transformer = Part::open(folder, "transformer", options, |root| {
-            Transformer::new(root, &transformer_config)
-        })?;
-        let vae = Part::open(folder, "vae", options, |root| {
-            VaeDecoder::new(root, &vae_config)
-        })?;
-        let reader = Reader::open(folder, options, &text_config, &vae_config)?;
+        let reader = Reader::open(&files, options, &text_encoder, &vae)?;
+        let declarations = Declarations::new(&transformer.checkpoint, of("transformer"));
+        let transformer =
+            Part::declared(&transformer, declarations.adapt(adapters), Transformer::new)?;
+        let declarations = Declarations::new(&vae.checkpoint, of("vae"));
+        let declarations = declarations.translate(move |name| vae_names.in_file(name));
+        let vae_config = vae.config.clone();
+        let vae = Part::declared(&vae, declarations, VaeDecoder::new)?;
         Ok(QwenImage21 {
             prompts,
             scheduler,
-            sample_sigmas: index.sample_sigmas,
+            sample_sigmas,
             vae_config,
-            text_encoder,
+            text_encoder: text,
             transformer,
             vae,
             reader,
@@ -163,6 +188,7 @@ impl QwenImage21 {
             preview: None,
             identity: ModelIdentity::default(),
             keepers: Vec::new(),
+            loras: reports,
         })
     }
 
@@ -201,6 +227,11 @@ impl QwenImage21 {
             Component::TextEncoder => &mut self.text_encoder.weights,
             Component::Vae => &mut self.vae.weights,
         }
+    }
+
+    /// What became of each LoRA.
+    pub fn loras(&self) -> &[LoraReport] {
+        &self.loras
     }
 
     /// Weights that could not be given the type asked for, part by part.
@@ -712,13 +743,11 @@ fn set_inputs(
 
 /// Refuses parts that are right by themselves but do not fit each other.
 fn check_joints(
-    folder: &Path,
-    text: &qwen3_vl::Config,
-    transformer: &TransformerConfig,
-    vae: &VaeConfig,
+    path: &Path,
+    (text, transformer, vae): (&qwen3_vl::Config, &TransformerConfig, &VaeConfig),
 ) -> Result<()> {
     crate::config::check(
-        folder,
+        path,
         &[
             (
                 "the transformer's context_in_dim = the text encoder's hidden_size",
@@ -737,16 +766,4 @@ fn check_joints(
             ("the VAE's scale is 16", vae.scale_factor() == 16),
         ],
     )
-}
-
-/// `tokenizer.json` of a model: the processor's folder in this family, the tokenizer's in others.
-fn find_tokenizer(folder: &Path) -> Result<PathBuf> {
-    ["processor", "tokenizer"]
-        .iter()
-        .map(|part| folder.join(part).join("tokenizer.json"))
-        .find(|path| path.is_file())
-        .ok_or_else(|| Error::Missing {
-            path: folder.to_owned(),
-            what: "processor/tokenizer.json",
-        })
 }

@@ -43,12 +43,23 @@ impl PromptTokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] with the file and the reason.
     pub fn read(path: &Path, config: &qwen3_vl::Config) -> Result<PromptTokenizer> {
-        let mut tokenizer = Tokenizer::from_file(path)
+        let tokenizer = Tokenizer::from_file(path)
             .map_err(|error| Error::Tokenizer(format!("{}: {error}", path.display())))?;
+        PromptTokenizer::new(tokenizer, config)
+    }
+
+    /// As [`PromptTokenizer::read`], for a tokenizer that was read.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub(crate) fn new(
+        mut tokenizer: Tokenizer,
+        config: &qwen3_vl::Config,
+    ) -> Result<PromptTokenizer> {
         // Prompts are read whole, whatever a file says about cutting and filling.
         tokenizer
             .with_truncation(None)
-            .map_err(|error| Error::Tokenizer(format!("{}: {error}", path.display())))?
+            .map_err(|error| Error::Tokenizer(error.to_string()))?
             .with_padding(None);
         let mut prompts = PromptTokenizer {
             tokenizer,

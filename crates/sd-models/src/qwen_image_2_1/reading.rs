@@ -1,15 +1,16 @@
 //! Reading reference pictures: the vision tower and the VAE's encoder, which are in memory only while they read.
 
-use std::path::Path;
-
 use sd_backend::{Backend, Device, Mapping, Residence};
 use sd_graph::{
-    Cancel, Estimate, Graph, LoadCost, LoadOptions, PlanCache, Progress, Reporter, Weights,
+    Cancel, Checkpoint, Estimate, Graph, LoadCost, LoadOptions, PlanCache, Progress, Reporter,
+    Weights,
 };
 
 use super::VaeConfig;
+use super::files::Source;
 use super::model::{Part, QwenImage21};
 use crate::error::{Error, Result};
+use crate::model_files::ModelFiles;
 use crate::qwen3_vl::{self, ImageProcessor, VisionTower};
 use crate::rope::Size;
 use crate::wan_vae::{Clip, Tiling, WanVae};
@@ -33,42 +34,40 @@ pub(crate) struct Seen {
 }
 
 impl Reader {
-    /// Opens what reads pictures in a model folder, if the checkpoint has a vision tower and its VAE an encoder. Checks names
-    /// and shapes.
+    /// Opens what reads pictures, if the text encoder has a vision tower and the VAE an encoder. Checks names and shapes.
     pub(super) fn open(
-        folder: &Path,
+        files: &ModelFiles,
         options: &LoadOptions,
-        config: &qwen3_vl::Config,
-        vae: &VaeConfig,
+        text: &Source<qwen3_vl::Config>,
+        vae: &Source<VaeConfig>,
     ) -> Result<Option<Reader>> {
-        let Some(vision) = &config.vision_config else {
+        let Some(vision) = &text.config.vision_config else {
             return Ok(None);
         };
-        let has = |part: &str, name: &str| -> Result<bool> {
-            let checkpoint = sd_graph::Checkpoint::open(folder.join(part))?;
+        let has = |checkpoint: &Checkpoint, name: &str| {
             let mut names = checkpoint.tensors().map(|(found, _)| found);
-            Ok(names.any(|found| found.starts_with(name)))
+            names.any(|found| found.starts_with(name))
         };
-        if !has("text_encoder", "model.visual.")? || !has("vae", "encoder.")? {
+        if !has(&text.checkpoint, "model.visual.") || !has(&vae.checkpoint, "encoder.") {
             return Ok(None);
         }
         crate::config::check(
-            folder,
+            files.label(),
             &[(
                 "a token of the vision tower is two by two latents of the VAE",
-                vision.token_side() == 2 * vae.scale_factor(),
+                vision.token_side() == 2 * vae.config.scale_factor(),
             )],
         )?;
-        let mut tower = Part::open(folder, "text_encoder", options, |root| {
+        let mut tower = Part::open(text, "text_encoder", options, |root, _| {
             VisionTower::new(root, vision)
         })?;
         // Of their files they are a part, and what is mapped counts as a whole.
         tower.weights.live(Residence::Disk, Mapping::Never);
         Ok(Some(Reader {
             tower,
-            processor: ImageProcessor::read(&folder.join("processor"), vision)?,
+            processor: ImageProcessor::read(&files.processor(), vision)?,
             plans: PlanCache::new(1),
-            vae: WanVae::open(&folder.join("vae"), options)?.mapping(Mapping::Never),
+            vae: WanVae::new(&vae.checkpoint, vae.config.clone(), options)?.mapping(Mapping::Never),
         }))
     }
 

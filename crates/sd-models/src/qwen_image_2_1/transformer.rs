@@ -50,7 +50,14 @@ impl TransformerConfig {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) or [`Error::Config`](crate::Error::Config).
     pub fn read(path: &Path) -> Result<TransformerConfig> {
-        let config: TransformerConfig = read_json(path)?;
+        TransformerConfig::checked(read_json(path)?, path)
+    }
+
+    /// Refuses what makes no sense, of the file `path`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config).
+    pub(crate) fn checked(config: TransformerConfig, path: &Path) -> Result<TransformerConfig> {
         check(
             path,
             &[

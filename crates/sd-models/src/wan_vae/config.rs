@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use sd_graph::Checkpoint;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::clip::Clip;
 use super::detect;
@@ -14,7 +14,7 @@ use crate::config::{check, read_json};
 use crate::error::{Error, Result};
 
 /// Which classes of diffusers this is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
 pub(super) enum Class {
     AutoencoderKLWan,
     AutoencoderKLQwenImage,
@@ -22,7 +22,7 @@ pub(super) enum Class {
 }
 
 /// Configuration of a VAE of this family.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 pub struct Config {
     #[serde(rename = "_class_name")]
     pub(super) class: Class,
@@ -69,7 +69,14 @@ impl Config {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) or [`Error::Config`](crate::Error::Config).
     pub fn read(path: &Path) -> Result<Config> {
-        let config: Config = read_json(path)?;
+        Config::checked(read_json(path)?, path)
+    }
+
+    /// Refuses what makes no sense, of the file `path`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config).
+    pub(crate) fn checked(config: Config, path: &Path) -> Result<Config> {
         config.check(path)?;
         Ok(config)
     }
@@ -79,8 +86,16 @@ impl Config {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) with what is missing or impossible.
     pub fn of(checkpoint: &Checkpoint) -> Result<Config> {
-        let names = Names::of(checkpoint);
         let path = checkpoint.path();
+        let key = crate::families::config_key(sd_backend::Component::Vae);
+        if let Some(text) = checkpoint.metadata().get(&key) {
+            let told = serde_json::from_str(text).map_err(|error| Error::Config {
+                path: path.to_owned(),
+                reason: format!("{key} in its metadata: {error}"),
+            })?;
+            return Config::checked(told, path);
+        }
+        let names = Names::of(checkpoint);
         let config = detect::config(checkpoint, &names).map_err(|reason| Error::Config {
             path: path.to_owned(),
             reason: format!("no config.json beside it, and it is no VAE of this family: {reason}"),

@@ -31,5 +31,6 @@ pub use decoder::Decoder;
 pub use encoder::Encoder;
 pub use files::{Latents, picture_files};
 pub use fit::{ClipReport, Fit, Tiling, Work};
+pub(crate) use names::{Names, VAE};
 pub use stream::{Decoding, Encoding};
 pub use vae::WanVae;

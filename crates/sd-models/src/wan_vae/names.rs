@@ -1,12 +1,46 @@
 //! Names of tensors in the checkpoints of the models' authors, and of programs that keep them.
 
+use sd_backend::Component;
 use sd_graph::Checkpoint;
+
+use super::config::Config;
+use crate::families::Known;
+use crate::naming::Naming;
 
 /// Blocks that are looked for. More than a configuration may have.
 const MOST: usize = 128;
 
 /// What such names may begin with.
 const PREFIXES: [&str; 3] = ["", "vae.", "first_stage_model."];
+
+/// The VAEs of this family. Their names depend on how many blocks there are, which [`Names`] knows and a table cannot: what is found
+/// here keeps the file's names behind the prefix.
+pub(crate) static VAE: Known = Known {
+    family: "WAN and Qwen-Image",
+    component: Component::Vae,
+    architecture: "wan_vae",
+    namings: &[
+        Naming {
+            title: "as in diffusers",
+            prefixes: &PREFIXES,
+            marks: &[
+                "decoder.conv_in.weight",
+                "decoder.mid_block.resnets.0.norm1.gamma",
+            ],
+            rules: &[],
+        },
+        Naming {
+            title: "as published",
+            prefixes: &PREFIXES,
+            marks: &["decoder.conv1.weight", "decoder.middle.0.residual.0.gamma"],
+            rules: &[],
+        },
+    ],
+    config: |checkpoint| {
+        let config = Config::of(checkpoint).map_err(|error| error.to_string())?;
+        serde_json::to_value(config).map_err(|error| error.to_string())
+    },
+};
 
 /// How a checkpoint calls its tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]

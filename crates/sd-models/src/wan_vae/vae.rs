@@ -10,10 +10,11 @@ use super::config::Config;
 use super::decoder::Decoder;
 use super::encoder::Encoder;
 use super::fit::{ClipReport, Fit, Tiling, Work, attempt};
-use super::names::Names;
+use super::names::{Names, VAE};
 use super::stream::{Decoding, Encoding, Rest, expect};
 use crate::canvas::Canvas;
 use crate::error::{Error, Result};
+use crate::families::part_in;
 use crate::tiling::{Mosaic, Tiles};
 
 /// A VAE of this family. Opening checks names and shapes of all tensors; the weights of each half are loaded when it is
@@ -33,19 +34,18 @@ struct Half<M> {
 
 impl<M> Half<M> {
     fn open(
-        path: &Path,
+        checkpoint: &Checkpoint,
         options: &LoadOptions,
         new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Half<M>> {
-        let checkpoint = Checkpoint::open(path)?;
-        let names = Names::of(&checkpoint);
-        let declarations = Declarations::new(&checkpoint, options.clone().component("vae"))
+        let names = Names::of(checkpoint);
+        let declarations = Declarations::new(checkpoint, options.clone().component("vae"))
             .translate(move |name| names.in_file(name));
         let module = new(&declarations.root());
         let params = declarations.finish()?;
         Ok(Half {
             module,
-            weights: Weights::new(checkpoint, params),
+            weights: Weights::new(checkpoint.clone(), params),
         })
     }
 
@@ -77,13 +77,33 @@ impl WanVae {
             Some(folder) if path.is_file() => folder.join("config.json"),
             _ => path.join("config.json"),
         };
-        let config = if path.is_file() && !beside.is_file() {
-            Config::of(&Checkpoint::open(path)?)?
-        } else {
-            Config::read(&beside)?
+        let told = match path.is_file() && !beside.is_file() {
+            true => None,
+            false => Some(Config::read(&beside)?),
         };
-        let encoder = Half::open(path, options, |root| Encoder::new(root, &config))?;
-        let decoder = Half::open(path, options, |root| Decoder::new(root, &config))?;
+        let mut checkpoint = Checkpoint::open(path)?;
+        // The file may have other parts of a model.
+        if let Ok(found) = part_in(&checkpoint, &VAE) {
+            checkpoint = found.select(&checkpoint)?;
+        }
+        let config = match told {
+            Some(config) => config,
+            None => Config::of(&checkpoint)?,
+        };
+        WanVae::new(&checkpoint, config, options)
+    }
+
+    /// A VAE with this configuration, whose tensors are those of `checkpoint`. Checks names and shapes.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub(crate) fn new(
+        checkpoint: &Checkpoint,
+        config: Config,
+        options: &LoadOptions,
+    ) -> Result<WanVae> {
+        let encoder = Half::open(checkpoint, options, |root| Encoder::new(root, &config))?;
+        let decoder = Half::open(checkpoint, options, |root| Decoder::new(root, &config))?;
         Ok(WanVae {
             config,
             encoder,

@@ -1,0 +1,211 @@
+//! Which types the tensors of a file get when it is converted.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use sd_backend::{Component, DType};
+use sd_graph::{
+    Checkpoint, Conversion, Declarations, FileFormat, LoadOptions, TensorInfo, TensorTypes,
+};
+use serde_json::Value;
+
+use crate::config::{from_json, read_json};
+use crate::error::Result;
+use crate::families::{Found, config_key, config_of, parts_in};
+use crate::qwen_image_2_1::{Transformer, TransformerConfig};
+use crate::qwen3_vl::{self, TextModel};
+use crate::wan_vae::{self, Decoder, Encoder, Names};
+
+/// Plans to write `checkpoint`, which was opened at `path`, in `format`, with types as `options` ask for.
+///
+/// - Matrices and tables of a known model get what loading it with the same options would give them, so that a converted file draws
+///   what the file draws that is converted on loading. Of the diffusion model, matrices outside of its repeated layers keep their
+///   type unless a rule names them: there are few of them, and all that the model sees and says goes through them.
+/// - Of a file that is not known, matrices get the type and everything else keeps its own.
+/// - Kernels get F32, F16 or BF16 where one of these is asked for, and else keep their type. Vectors become F32 in GGUF files, as
+///   other readers of these expect, and keep their type in safetensors files.
+/// - What a known model has and we have no use for keeps its type: a language model's head, a vision tower.
+///
+/// Names stay those of the file, and what the file keeps as one tensor stays one. The `config.json` beside the weights goes into the
+/// metadata, from where [`Pipeline`](crate::Pipeline) reads it.
+///
+/// # Errors
+/// Types that a tensor cannot get or the format cannot hold, and a known model whose tensors do not fit it.
+pub fn conversion<'c>(
+    checkpoint: &'c Checkpoint,
+    path: &Path,
+    format: FileFormat,
+    options: &LoadOptions,
+) -> Result<Conversion<'c>> {
+    let told = told_config(path)?;
+    let parts = parts_in(checkpoint);
+    let mut types: HashMap<String, DType> = HashMap::new();
+    if parts.is_empty() {
+        types = of_matrices(checkpoint, options)?;
+    }
+    for found in &parts {
+        let part = found.select(checkpoint)?;
+        let config = match &told {
+            Some(config) if parts.len() == 1 => config.clone(),
+            _ => config_of(found.known, &part).map_err(|reason| crate::Error::Config {
+                path: path.to_owned(),
+                reason,
+            })?,
+        };
+        let asked = of_part(found, &part, config, options)?;
+        for (stored, _) in checkpoint.tensors() {
+            let Some(name) = stored.strip_prefix(&*found.prefix) else {
+                continue;
+            };
+            let mut names = found.naming.in_model(name).into_iter();
+            if let Some(dtype) = names.find_map(|(name, _)| asked.get(&name)) {
+                types.insert(stored.to_owned(), *dtype);
+            }
+        }
+    }
+    let dtype = |name: &str, info: &TensorInfo| match info.shape.iter().filter(|&&n| n != 1).count()
+    {
+        0 | 1 => vector_type(info, format),
+        _ if info.shape.len() == 2 => types.get(name).copied(),
+        _ => options
+            .weight_type
+            .filter(|dtype| dtype.is_float() && is_number(info)),
+    };
+    let mut conversion = Conversion::new(checkpoint, format, dtype)
+        .map_err(|error| crate::Error::Engine(error.into()))?;
+    if let ([found], Some(config)) = (&parts[..], &told) {
+        let key = config_key(found.known.component);
+        conversion = conversion.metadata(&key, &config.to_string());
+    }
+    let architecture = "general.architecture";
+    if let ([found, ..], FileFormat::Gguf) = (&parts[..], format)
+        && !checkpoint.metadata().contains_key(architecture)
+    {
+        conversion = conversion.metadata(architecture, found.known.architecture);
+    }
+    Ok(conversion)
+}
+
+/// The `config.json` of a folder of weights, or beside a file of them.
+fn told_config(path: &Path) -> Result<Option<Value>> {
+    let folder = if path.is_dir() {
+        Some(path)
+    } else {
+        path.parent()
+    };
+    let config = folder.map(|folder| folder.join("config.json"));
+    config
+        .filter(|config| config.is_file())
+        .map(|config| read_json(&config))
+        .transpose()
+}
+
+/// F32 in GGUF files for a vector of numbers.
+fn vector_type(info: &TensorInfo, format: FileFormat) -> Option<DType> {
+    let is_made = format == FileFormat::Gguf && is_number(info);
+    is_made.then_some(DType::F32)
+}
+
+/// Whether elements are floating-point numbers that stand for themselves.
+fn is_number(info: &TensorInfo) -> bool {
+    use sd_graph::StoredType::{BF16, F16, F32, F64};
+    matches!(info.stored, F64 | F32 | F16 | BF16)
+}
+
+/// Types for the matrices of a file that is not known.
+fn of_matrices(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<HashMap<String, DType>> {
+    let declarations = Declarations::new(checkpoint, options.clone());
+    let root = declarations.root();
+    for (name, info) in checkpoint.tensors() {
+        match info.shape[..] {
+            [rows, columns] if is_number(info) || info.stored.is_quantized() => {
+                root.param(name, [rows, columns], sd_graph::Role::Matrix);
+            }
+            _ => root.ignore(name),
+        }
+    }
+    Ok(by_name(declarations)?)
+}
+
+/// Types for what a known part declares, by the model's names.
+fn of_part(
+    found: &Found,
+    part: &Checkpoint,
+    config: Value,
+    options: &LoadOptions,
+) -> Result<HashMap<String, DType>> {
+    let component = found.known.component;
+    let (name, path) = (component_name(component), part.path());
+    let options = options.clone().component(name);
+    let declared = |options: &LoadOptions| -> Result<HashMap<String, DType>> {
+        let declarations = Declarations::new(part, options.clone());
+        match component {
+            Component::Diffusion => {
+                let config = TransformerConfig::checked(from_json(path, config.clone())?, path)?;
+                Transformer::new(&declarations.root(), &config);
+            }
+            Component::TextEncoder => {
+                let config = qwen3_vl::Config::checked(from_json(path, config.clone())?, path)?;
+                TextModel::new(&declarations.root(), &config.text_config);
+            }
+            Component::Vae => {
+                let config = wan_vae::Config::checked(from_json(path, config.clone())?, path)?;
+                let names = Names::of(part);
+                let declarations = declarations.translate(move |name| names.in_file(name));
+                let (encoder, decoder) = (declarations.root(), declarations.root());
+                Encoder::new(&encoder, &config);
+                Decoder::new(&decoder, &config);
+                return Ok(by_name(declarations)?);
+            }
+        }
+        Ok(by_name(declarations)?)
+    };
+    let is_lossy = options.weight_type.is_some_and(DType::is_quantized);
+    if component != Component::Diffusion || !is_lossy {
+        return declared(&options);
+    }
+    let mut layers: BTreeMap<String, usize> = BTreeMap::new();
+    for (name, _) in part.tensors() {
+        *layers.entry(without_numbers(name)).or_default() += 1;
+    }
+    let mut own = options.clone();
+    own.weight_type = None;
+    let mut kept = TensorTypes::default();
+    for (weight, dtype) in declared(&own)? {
+        if layers.get(&without_numbers(&weight)) == Some(&1) {
+            kept = kept
+                .rule(&format!("^{name}[.]{}$", weight.replace('.', "[.]")), dtype)
+                .map_err(|error| crate::Error::Config {
+                    path: path.to_owned(),
+                    reason: error.to_string(),
+                })?;
+        }
+    }
+    declared(&options.tensor_types(kept))
+}
+
+/// A name with its numbers left open, which all layers of a stack share.
+fn without_numbers(name: &str) -> String {
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    let parts = name
+        .split('.')
+        .map(|part| if is_number(part) { "#" } else { part });
+    parts.collect::<Vec<_>>().join(".")
+}
+
+fn by_name(declarations: Declarations<'_>) -> Result<HashMap<String, DType>, sd_graph::Mismatch> {
+    let params = declarations.finish()?;
+    Ok(params
+        .iter()
+        .map(|param| (param.name().to_owned(), param.dtype()))
+        .collect())
+}
+
+/// What stands before the names of a part's tensors in rules.
+pub(crate) const fn component_name(component: Component) -> &'static str {
+    match component {
+        Component::Diffusion => "transformer",
+        Component::TextEncoder => "text_encoder",
+        Component::Vae => "vae",
+    }
+}

@@ -1,0 +1,194 @@
+//! Which models are known by their weights alone: what their parts are called in files, and what shapes say of them.
+
+use sd_backend::Component;
+use sd_graph::Checkpoint;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::naming::Naming;
+use crate::{qwen_image_2_1, qwen3_vl, wan_vae};
+
+/// A part of a model that files can hold.
+#[derive(Debug)]
+pub(crate) struct Known {
+    /// The model's name.
+    pub(crate) family: &'static str,
+    pub(crate) component: Component,
+    /// What GGUF files call it.
+    pub(crate) architecture: &'static str,
+    /// How files may call its tensors; the first that fits is taken.
+    pub(crate) namings: &'static [Naming],
+    /// Its configuration, as the reference's `config.json` has it, from a checkpoint with the model's names.
+    pub(crate) config: fn(&Checkpoint) -> Result<Value, String>,
+}
+
+/// All of them.
+static KNOWN: [&Known; 3] = [
+    &qwen_image_2_1::TRANSFORMER,
+    &qwen3_vl::TEXT_ENCODER,
+    &wan_vae::VAE,
+];
+
+/// A part of a model that was found in a file.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) known: &'static Known,
+    pub(crate) naming: &'static Naming,
+    /// What its tensors' names begin with.
+    pub(crate) prefix: String,
+}
+
+impl Found {
+    /// Its tensors, under the model's names.
+    ///
+    /// # Errors
+    /// As for [`Naming::select`].
+    pub(crate) fn select(&self, checkpoint: &Checkpoint) -> Result<Checkpoint> {
+        self.naming.select(checkpoint, &self.prefix)
+    }
+}
+
+/// The parts of models that `checkpoint` holds.
+pub(crate) fn parts_in(checkpoint: &Checkpoint) -> Vec<Found> {
+    let mut found = Vec::new();
+    for known in KNOWN {
+        let mut namings = known.namings.iter();
+        found.extend(namings.find_map(|naming| {
+            let prefix = naming.prefixes_in(checkpoint).pop_first()?;
+            Some(Found {
+                known,
+                naming,
+                prefix,
+            })
+        }));
+    }
+    found
+}
+
+/// The part of `known` in `checkpoint`.
+///
+/// # Errors
+/// [`Error::UnknownFile`], which says what was looked for and what was found.
+pub(crate) fn part_in(checkpoint: &Checkpoint, known: &'static Known) -> Result<Found> {
+    refuse_scaled(checkpoint)?;
+    let found = parts_in(checkpoint);
+    let others = found.iter().map(|other| other.known);
+    let others: Vec<String> = others.map(|known| known.title()).collect();
+    let mut found = found.into_iter();
+    found
+        .find(|found| std::ptr::eq(found.known, known))
+        .ok_or_else(|| unknown(checkpoint, &[known], &others))
+}
+
+/// Key of metadata under which files that were converted from a folder keep a part's `config.json`; behind it stands the part.
+const CONFIG_KEY: &str = "sd.config.";
+
+/// The key of a part's configuration in the metadata of a file.
+pub(crate) fn config_key(component: Component) -> String {
+    format!("{CONFIG_KEY}{component}")
+}
+
+/// The configuration of the part `known`, whose tensors are `part`, as the reference's `config.json` has it: as the metadata says,
+/// or else as follows from the tensors.
+///
+/// # Errors
+/// What is missing or impossible.
+pub(crate) fn config_of(known: &Known, part: &Checkpoint) -> Result<Value, String> {
+    match part.metadata().get(&config_key(known.component)) {
+        Some(text) => serde_json::from_str(text).map_err(|error| error.to_string()),
+        None => (known.config)(part),
+    }
+}
+
+/// Weights whose scales are tensors of their own: without them every number is wrong by a factor.
+fn refuse_scaled(checkpoint: &Checkpoint) -> Result<()> {
+    const ENDINGS: [&str; 4] = [
+        ".scale_weight",
+        ".weight_scale",
+        ".comfy_quant",
+        "scaled_fp8",
+    ];
+    let mut names = checkpoint.tensors().map(|(name, _)| name);
+    let is_scale = |name: &str| ENDINGS.iter().any(|ending| name.ends_with(ending));
+    match names.find(|name| is_scale(name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::UnsupportedWeights {
+            path: checkpoint.path().to_owned(),
+            tensor: name.to_owned(),
+        }),
+    }
+}
+
+impl Known {
+    fn title(&self) -> String {
+        format!("{} ({})", self.component, self.family)
+    }
+}
+
+/// A file in which none of `wanted` was found.
+fn unknown(checkpoint: &Checkpoint, wanted: &[&'static Known], others: &[String]) -> Error {
+    const SHOWN: usize = 4;
+    let looked_for: Vec<String> = (wanted.iter())
+        .map(|known| {
+            let mut marks: Vec<&str> = (known.namings.iter())
+                .filter_map(|naming| naming.marks.first().copied())
+                .collect();
+            marks.sort_unstable();
+            marks.dedup();
+            format!("{}: {}", known.title(), marks.join(" or "))
+        })
+        .collect();
+    let mut found: Vec<String> = others.iter().map(|other| format!("a {other}")).collect();
+    if found.is_empty() {
+        let names = checkpoint.tensors().map(|(name, _)| name);
+        found = names
+            .take(SHOWN)
+            .map(|name| name.escape_debug().to_string())
+            .collect();
+    }
+    if others.is_empty() && checkpoint.len() > SHOWN {
+        found.push(format!("{} more", checkpoint.len() - SHOWN));
+    }
+    Error::UnknownFile {
+        path: checkpoint.path().to_owned(),
+        looked_for: looked_for.join("; "),
+        found: match found.is_empty() {
+            true => "no tensors".to_owned(),
+            false => found.join(", "),
+        },
+    }
+}
+
+/// What a file of weights was recognised as.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Identified {
+    /// The model: `Qwen-Image 2.1`.
+    pub family: &'static str,
+    /// Which part of it.
+    pub component: Component,
+    /// How its tensors are named.
+    pub naming: &'static str,
+    /// What their names begin with.
+    pub prefix: String,
+    /// The configuration that follows from names, shapes and metadata, with the fields of the reference's `config.json`; what is
+    /// wrong where none does.
+    pub config: Result<Value, String>,
+}
+
+/// What parts of models a file holds, by the names of its tensors; none if it is not known. Nothing but the list of tensors is
+/// looked at.
+pub fn identify(checkpoint: &Checkpoint) -> Vec<Identified> {
+    let parts = parts_in(checkpoint).into_iter();
+    parts
+        .map(|found| Identified {
+            family: found.known.family,
+            component: found.known.component,
+            naming: found.naming.title,
+            config: (found.select(checkpoint))
+                .map_err(|error| error.to_string())
+                .and_then(|part| config_of(found.known, &part)),
+            prefix: found.prefix,
+        })
+        .collect()
+}

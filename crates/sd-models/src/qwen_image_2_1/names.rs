@@ -1,0 +1,91 @@
+//! How files name the transformer's tensors, and what their shapes say of it.
+
+use sd_backend::Component;
+use sd_graph::Checkpoint;
+use serde_json::{Value, json};
+
+use crate::families::Known;
+use crate::naming::{Naming, Rule, part};
+use crate::shapes::Shapes;
+
+/// What names begin with: none in diffusers' files and most GGUF files, the others in files of ComfyUI and of whole models.
+const PREFIXES: &[&str] = &[
+    "",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "transformer.",
+];
+
+/// The transformer of Qwen-Image 2.1. All files have the reference's names but for the feed-forward, whose gate and up projections
+/// ComfyUI keeps as one, the gate's rows first.
+pub(crate) static TRANSFORMER: Known = Known {
+    family: "Qwen-Image 2.1",
+    component: Component::Diffusion,
+    architecture: "qwen_image_2_1",
+    namings: &[
+        Naming {
+            title: "gate and up projections in one",
+            prefixes: PREFIXES,
+            marks: &[
+                "txt_in.text_norm.weight",
+                "transformer_blocks.0.img_mlp.gate_up.weight",
+            ],
+            rules: FUSED,
+        },
+        Naming {
+            title: "as in diffusers",
+            prefixes: PREFIXES,
+            marks: &["txt_in.text_norm.weight"],
+            rules: FUSED,
+        },
+    ],
+    config,
+};
+
+/// Names of LoRAs are these too, whatever the names of the weights.
+const FUSED: &[Rule] = &[
+    part(
+        "transformer_blocks.#.img_mlp.gate_up.*",
+        "transformer_blocks.#.img_mlp.gate_layer.*",
+        0,
+        2,
+    ),
+    part(
+        "transformer_blocks.#.img_mlp.gate_up.*",
+        "transformer_blocks.#.img_mlp.proj.*",
+        1,
+        2,
+    ),
+];
+
+/// `config.json` by the shapes of the tensors. They do not tell how a head's channels are shared out among the rotary axes, `eps` and
+/// `causal_condition`: these are as published, the axes in proportion to the head.
+fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
+    let shapes = Shapes::of(checkpoint);
+    let [inner, in_channels] = shapes.matrix("img_in.weight")?;
+    let [out_channels, _] = shapes.matrix("proj_out.weight")?;
+    let head_dim = shapes.vector("transformer_blocks.0.attn.norm_q.weight")?;
+    let [wide, _] = shapes.matrix("transformer_blocks.0.img_mlp.gate_layer.weight")?;
+    if head_dim == 0 || inner == 0 || !inner.is_multiple_of(head_dim) || !wide.is_multiple_of(inner)
+    {
+        return Err(format!(
+            "a width of {inner} is no multiple of heads of {head_dim} channels, or {wide} none of it"
+        ));
+    }
+    // 16, 56 and 56 of 128.
+    let time = head_dim / 16 * 2;
+    let side = (head_dim - time) / 4 * 2;
+    Ok(json!({
+        "patch_size": 1,
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+        "num_layers": shapes.count("transformer_blocks.#.attn.norm_q.weight"),
+        "attention_head_dim": head_dim,
+        "num_attention_heads": inner / head_dim,
+        "context_in_dim": shapes.vector("txt_in.text_norm.weight")?,
+        "mlp_ratio": wide / inner,
+        "axes_dims_rope": [head_dim - 2 * side, side, side],
+        "eps": 1e-6,
+        "causal_condition": true,
+    }))
+}
