@@ -21,6 +21,7 @@ import common
 # Script -> the folders it owns.
 SCRIPTS = {
     "qwenimage21_transformer": ["qwenimage21_transformer"],
+    "qwenimage21_lora": ["qwenimage21_lora"],
     "qwenimage21_scheduler": ["qwenimage21_scheduler"],
     "sampling": ["sampling"],
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],

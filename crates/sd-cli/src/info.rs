@@ -131,13 +131,19 @@ fn single(path: &Path) -> Result<Report, Error> {
     let mut report = summed(path, None, None, vec![component(&checkpoint, &name, true)]);
     let parts = sd_models::identify(&checkpoint).into_iter();
     report.parts = parts
-        .map(|part| Part {
-            family: part.family,
-            component: part.component.name(),
-            naming: part.naming,
-            prefix: part.prefix,
-            error: part.config.as_ref().err().cloned(),
-            config: part.config.ok(),
+        .map(|part| {
+            let (config, error) = match part.config(&checkpoint) {
+                Ok(config) => (Some(config), None),
+                Err(error) => (None, Some(error.to_string())),
+            };
+            Part {
+                family: part.family(),
+                component: part.component().name(),
+                naming: part.naming(),
+                prefix: part.prefix().to_owned(),
+                config,
+                error,
+            }
         })
         .collect();
     Ok(report)

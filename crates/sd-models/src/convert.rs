@@ -26,19 +26,29 @@ use crate::wan_vae::{self, Decoder, Encoder, Names};
 ///   other readers of these expect, and keep their type in safetensors files.
 /// - What a known model has and we have no use for keeps its type: a language model's head, a vision tower.
 ///
-/// Names stay those of the file, and what the file keeps as one tensor stays one. The `config.json` beside the weights goes into the
+/// Names stay those of the file, but for GGUF files of one part, which have no prefix by custom and no room for one; and what the file keeps as one tensor stays one. The `config.json` beside the weights goes into the
 /// metadata, from where [`Pipeline`](crate::Pipeline) reads it.
 ///
 /// # Errors
 /// Types that a tensor cannot get or the format cannot hold, and a known model whose tensors do not fit it.
-pub fn conversion<'c>(
-    checkpoint: &'c Checkpoint,
+pub fn conversion(
+    checkpoint: &Checkpoint,
     path: &Path,
     format: FileFormat,
     options: &LoadOptions,
-) -> Result<Conversion<'c>> {
+) -> Result<Conversion> {
     let told = told_config(path)?;
-    let parts = parts_in(checkpoint);
+    let mut parts = parts_in(checkpoint);
+    let mut checkpoint = checkpoint.clone();
+    if let ([found], FileFormat::Gguf) = (&mut parts[..], format)
+        && checkpoint
+            .tensors()
+            .all(|(name, _)| name.starts_with(&found.prefix))
+    {
+        checkpoint = checkpoint.below(&found.prefix)?;
+        found.prefix.clear();
+    }
+    let checkpoint = &checkpoint;
     let mut types: HashMap<String, DType> = HashMap::new();
     if parts.is_empty() {
         types = of_matrices(checkpoint, options)?;

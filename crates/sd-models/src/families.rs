@@ -159,36 +159,55 @@ fn unknown(checkpoint: &Checkpoint, wanted: &[&'static Known], others: &[String]
     }
 }
 
-/// What a file of weights was recognised as.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct Identified {
+/// A part of a model that a file of weights was recognised as.
+#[derive(Debug)]
+pub struct Identified(Found);
+
+impl Identified {
     /// The model: `Qwen-Image 2.1`.
-    pub family: &'static str,
+    pub fn family(&self) -> &'static str {
+        self.0.known.family
+    }
+
     /// Which part of it.
-    pub component: Component,
-    /// How its tensors are named.
-    pub naming: &'static str,
+    pub fn component(&self) -> Component {
+        self.0.known.component
+    }
+
+    /// How its tensors are named: `as in diffusers`.
+    pub fn naming(&self) -> &'static str {
+        self.0.naming.title
+    }
+
     /// What their names begin with.
-    pub prefix: String,
-    /// The configuration that follows from names, shapes and metadata, with the fields of the reference's `config.json`; what is
-    /// wrong where none does.
-    pub config: Result<Value, String>,
+    pub fn prefix(&self) -> &str {
+        &self.0.prefix
+    }
+
+    /// Its tensors in the file, under the reference's names, and what the file keeps as one apart. A VAE keeps its file's names
+    /// behind the prefix.
+    ///
+    /// # Errors
+    /// Two tensors with one name, or rows that are no equal parts.
+    pub fn select(&self, checkpoint: &Checkpoint) -> Result<Checkpoint> {
+        self.0.select(checkpoint)
+    }
+
+    /// The configuration that follows from names, shapes and metadata, with the fields of the reference's `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with what is missing or impossible.
+    pub fn config(&self, checkpoint: &Checkpoint) -> Result<Value> {
+        let part = self.select(checkpoint)?;
+        config_of(self.0.known, &part).map_err(|reason| Error::Config {
+            path: checkpoint.path().to_owned(),
+            reason,
+        })
+    }
 }
 
 /// What parts of models a file holds, by the names of its tensors; none if it is not known. Nothing but the list of tensors is
 /// looked at.
 pub fn identify(checkpoint: &Checkpoint) -> Vec<Identified> {
-    let parts = parts_in(checkpoint).into_iter();
-    parts
-        .map(|found| Identified {
-            family: found.known.family,
-            component: found.known.component,
-            naming: found.naming.title,
-            config: (found.select(checkpoint))
-                .map_err(|error| error.to_string())
-                .and_then(|part| config_of(found.known, &part)),
-            prefix: found.prefix,
-        })
-        .collect()
+    parts_in(checkpoint).into_iter().map(Identified).collect()
 }

@@ -40,7 +40,7 @@ pub use error::{Error, Result};
 pub use families::{Identified, identify};
 pub use frame_rate::FrameRate;
 pub use image::Image;
-pub use lora::LoraReport;
+pub use lora::{Adapted, LoraReport};
 pub use model_files::ModelFiles;
 pub use model_index::ModelIndex;
 pub use noise::Rng;

@@ -76,10 +76,14 @@ impl std::fmt::Display for LoraReport {
 
 /// A model's tensors together with the factors of its LoRAs.
 #[derive(Debug)]
-pub(crate) struct Adapted {
-    pub(crate) checkpoint: Checkpoint,
-    pub(crate) adapters: Adapters,
-    pub(crate) reports: Vec<LoraReport>,
+#[non_exhaustive]
+pub struct Adapted {
+    /// All tensors; those of the factors have names that no weight has.
+    pub checkpoint: Checkpoint,
+    /// What adds to what, for [`Declarations::adapt`](sd_graph::Declarations::adapt).
+    pub adapters: Adapters,
+    /// What became of each LoRA.
+    pub reports: Vec<LoraReport>,
 }
 
 /// Finds what each of `loras` adds to the part `known`, whose tensors under the model's names are `base`.

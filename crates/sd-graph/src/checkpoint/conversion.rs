@@ -98,24 +98,24 @@ pub struct ConversionReport {
 /// pieces, several at once on as many threads, so that memory does not grow with the model. Names, shapes and metadata stay what
 /// they are.
 #[derive(Debug)]
-pub struct Conversion<'c> {
-    checkpoint: &'c Checkpoint,
+pub struct Conversion {
+    checkpoint: Checkpoint,
     format: FileFormat,
     tensors: Vec<Written>,
     metadata: Vec<(String, String)>,
 }
 
-impl<'c> Conversion<'c> {
+impl Conversion {
     /// Plans to write `checkpoint` in `format`; `dtype` says which type a tensor gets, and `None` that it keeps the file's. A
     /// floating-point type of 8 bits, which GGUF does not know, becomes F16 there, which holds all of its values.
     ///
     /// # Errors
     /// [`WriteError::Tensor`] for a tensor that cannot get its type, or that the format cannot hold.
     pub fn new(
-        checkpoint: &'c Checkpoint,
+        checkpoint: &Checkpoint,
         format: FileFormat,
         dtype: impl Fn(&str, &TensorInfo) -> Option<DType>,
-    ) -> Result<Conversion<'c>, WriteError> {
+    ) -> Result<Conversion, WriteError> {
         let mut tensors = Vec::with_capacity(checkpoint.len());
         for (name, info) in checkpoint.tensors() {
             let asked = dtype(name, info).or_else(|| in_gguf(info.stored, format));
@@ -143,7 +143,7 @@ impl<'c> Conversion<'c> {
             write_safetensors::arrange(&mut tensors);
         }
         Ok(Conversion {
-            checkpoint,
+            checkpoint: checkpoint.clone(),
             format,
             tensors,
             metadata: Vec::new(),
@@ -151,7 +151,7 @@ impl<'c> Conversion<'c> {
     }
 
     /// Adds a text to the metadata, in place of what the checkpoint has under this key.
-    pub fn metadata(mut self, key: &str, text: &str) -> Conversion<'c> {
+    pub fn metadata(mut self, key: &str, text: &str) -> Conversion {
         self.metadata.push((key.to_owned(), text.to_owned()));
         self
     }
@@ -180,9 +180,11 @@ impl<'c> Conversion<'c> {
         cancel.check()?;
         self.check_target(file, existing)?;
         let header = match self.format {
-            FileFormat::Gguf => write_gguf::header(self.checkpoint, &self.tensors, &self.metadata)?,
+            FileFormat::Gguf => {
+                write_gguf::header(&self.checkpoint, &self.tensors, &self.metadata)?
+            }
             FileFormat::Safetensors => {
-                write_safetensors::header(self.checkpoint, &self.tensors, &self.metadata)
+                write_safetensors::header(&self.checkpoint, &self.tensors, &self.metadata)
             }
         };
         let alignment = match self.format {
@@ -221,7 +223,7 @@ impl<'c> Conversion<'c> {
             lanes: (0..lanes).map(|_| Lane::default()).collect(),
         };
         for (index, tensor) in self.tensors.iter().enumerate() {
-            run.write_tensor(self.checkpoint, tensor, &mut sink)?;
+            run.write_tensor(&self.checkpoint, tensor, &mut sink)?;
             let padding = padded(tensor) - tensor.info.bytes;
             sink.write(&[0; write_gguf::ALIGNMENT as usize][..padding as usize])?;
             run.progress.report(&Progress::Writing {

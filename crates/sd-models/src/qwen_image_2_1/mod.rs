@@ -23,6 +23,7 @@ pub use condition::Condition;
 pub use layout::{AttentionRun, Layout, Segment};
 pub use model::{IN_ORDER, QwenImage21, Step, StepReport};
 pub(crate) use names::TRANSFORMER;
+pub use names::with_loras;
 pub(crate) use prefix::ModelIdentity;
 pub use prefix::{ModelArgs, Prefix, PrefixCache};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};

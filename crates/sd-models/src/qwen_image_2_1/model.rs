@@ -12,7 +12,7 @@ use super::condition::Condition;
 use super::encoding::text_graph;
 use super::files::{Source, Sources};
 use super::layout::{Layout, Segment};
-use super::names::TRANSFORMER;
+use super::names::with_loras;
 use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, WeakPrefixes};
 use super::prompt::PromptTokenizer;
 use super::reading::Reader;
@@ -21,7 +21,7 @@ use super::transformer::{Transformer, TransformerConfig, timestep_embedding};
 use super::{VaeConfig, VaeDecoder};
 use crate::canvas::{Canvas, Piece};
 use crate::error::{Error, Result};
-use crate::lora::{Adapted, LoraReport, adapt};
+use crate::lora::{Adapted, LoraReport};
 use crate::model_files::ModelFiles;
 use crate::preview::{self, Fitting, LinearMap};
 use crate::qwen3_vl::{self, TextModel};
@@ -154,7 +154,7 @@ impl QwenImage21 {
             checkpoint,
             adapters,
             reports,
-        } = adapt(&transformer.checkpoint, &TRANSFORMER, &files.loras)?;
+        } = with_loras(&transformer.checkpoint, &files.loras)?;
         transformer.checkpoint = checkpoint;
         for report in reports.iter().filter(|report| !report.is_complete()) {
             tracing::warn!("{report}");

@@ -1,10 +1,14 @@
 //! How files name the transformer's tensors, and what their shapes say of it.
 
+use std::path::PathBuf;
+
 use sd_backend::Component;
 use sd_graph::Checkpoint;
 use serde_json::{Value, json};
 
+use crate::error::Result;
 use crate::families::Known;
+use crate::lora::{Adapted, adapt};
 use crate::naming::{Naming, Rule, part};
 use crate::shapes::Shapes;
 
@@ -41,6 +45,17 @@ pub(crate) static TRANSFORMER: Known = Known {
     ],
     config,
 };
+
+/// Adds LoRAs, each so many times, to the transformer whose tensors `checkpoint` has under the reference's names.
+///
+/// Modules are found by their names as diffusers, PEFT, kohya's scripts and ComfyUI write them, whatever names the transformer's own
+/// file has.
+///
+/// # Errors
+/// [`Error::Lora`](crate::Error::Lora) for a file of which nothing fits and for a strength that is no number; files that cannot be read.
+pub fn with_loras(checkpoint: &Checkpoint, loras: &[(PathBuf, f32)]) -> Result<Adapted> {
+    adapt(checkpoint, &TRANSFORMER, loras)
+}
 
 /// Names of LoRAs are these too, whatever the names of the weights.
 const FUSED: &[Rule] = &[

@@ -10,6 +10,10 @@
 mod corpus;
 mod editing;
 mod fixtures;
+#[path = "../../../sd-graph/tests/it/gguf_file.rs"]
+mod gguf_file;
+mod layouts;
+mod lora;
 mod noise;
 mod picture_tiles;
 mod placement;

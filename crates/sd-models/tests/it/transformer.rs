@@ -64,16 +64,16 @@ fn layout(case: &Case, item: usize) -> (Layout, Vec<usize>) {
 }
 
 /// One item of a recorded batch.
-struct Item {
-    layout: Layout,
-    latents: Vec<f32>,
-    text: Vec<f32>,
-    timesteps: [[f32; 256]; 2],
+pub(crate) struct Item {
+    pub(crate) layout: Layout,
+    pub(crate) latents: Vec<f32>,
+    pub(crate) text: Vec<f32>,
+    pub(crate) timesteps: [[f32; 256]; 2],
     sample: Vec<f32>,
 }
 
 impl Item {
-    fn all(case: &Case, width: usize) -> Vec<Item> {
+    pub(crate) fn all(case: &Case, width: usize) -> Vec<Item> {
         let batch = case.get("in.timestep").f32.len();
         let item = |item: usize| {
             let (layout, text_rows) = layout(case, item);
