@@ -85,8 +85,9 @@ impl Selection {
         }
         let mut part = info.clone();
         if rows != Rows::ALL {
-            let count = info.shape.first().copied().unwrap_or(0);
-            let range = rows.range(count).ok_or_else(|| {
+            let count = info.shape.first().copied();
+            let range = count.and_then(|count| rows.range(count)).ok_or_else(|| {
+                let count = count.unwrap_or(0);
                 wrong(format!("its {count} rows are not {} equal parts", rows.of))
             })?;
             let mut shape = info.shape.clone();

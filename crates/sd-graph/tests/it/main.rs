@@ -10,6 +10,7 @@
 mod blocks;
 mod caches;
 mod checkpoint;
+mod conversion;
 mod convert;
 mod convolutions;
 mod corpus;
@@ -25,6 +26,7 @@ mod reference;
 #[cfg(feature = "rpc")]
 mod rpc;
 mod segments;
+mod selection;
 mod split;
 mod streaming;
 mod weight_types;
