@@ -7,6 +7,7 @@
     clippy::print_stdout
 )]
 
+mod convert;
 mod devices;
 mod editing;
 mod generate;

@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_full_is_said_to_be() {
+    fn a_full_disk_and_a_locked_folder_are_said_to_be() {
         let mut sink = Sink {
             out: Disk(150),
             file: Path::new("model.gguf"),
@@ -478,6 +478,16 @@ mod tests {
         assert_eq!(
             error.to_string(),
             "model.gguf: the disk is full after 100 of 200 bytes"
+        );
+
+        let denied = WriteError::io(
+            Path::new("model.gguf"),
+            &io::ErrorKind::PermissionDenied.into(),
+            (0, 200),
+        );
+        assert_eq!(
+            denied.to_string(),
+            "model.gguf: cannot be written: permission denied"
         );
     }
 }

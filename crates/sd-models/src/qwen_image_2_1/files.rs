@@ -153,9 +153,10 @@ impl Described {
             (None, None) => return Err(missing()),
         };
         let is_of_all = files.of(known.component).is_none() && path.is_file();
+        let is_of_folder = files.of(known.component).is_none() && !is_of_all;
         let beside = path.join("config.json");
-        let is_told = beside.is_file();
-        // What describes the part comes first: without it the weights say nothing, and it is small.
+        // A model folder says what its parts are like; a folder that was given for one part may.
+        let is_told = is_of_folder || beside.is_file();
         let told: Option<Value> = is_told.then(|| read_json(&beside)).transpose()?;
         let whole = opened.get(&path)?;
         let found = match part_in(&whole, known) {
