@@ -181,7 +181,7 @@ fn llama_file(path: &Path) {
         })
         .collect();
     let texts = |texts: &[&str]| {
-        let bytes: Vec<u8> = texts.iter().flat_map(|value| text(value)).collect();
+        let bytes: Vec<u8> = texts.iter().flat_map(text).collect();
         array(kind::TEXT, texts.len() as u64, bytes)
     };
     let contents: Vec<&str> = tokens.iter().map(|(_, token, _)| token.as_str()).collect();

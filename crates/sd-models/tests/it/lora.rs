@@ -130,8 +130,11 @@ fn loras_fit_weights_that_are_kept_in_one() {
     assert_eq!(results[0], results[1]);
 }
 
+/// Tensors to be written: names and shapes.
+type Given<'a> = &'a [(&'a str, &'a [usize])];
+
 /// A safetensors file of F32 zeros.
-fn zeros(path: &Path, tensors: &[(&str, &[usize])]) {
+fn zeros(path: &Path, tensors: Given<'_>) {
     let data: Vec<Vec<u8>> = (tensors.iter())
         .map(|(_, shape)| vec![0; shape.iter().product::<usize>() * 4])
         .collect();
@@ -149,7 +152,7 @@ fn what_does_not_fit_is_listed_and_a_lora_without_effect_is_an_error() {
     let checkpoint = Checkpoint::open(folder("qwenimage21_transformer")).unwrap();
     let at = tempfile::tempdir().unwrap();
     let path = at.path().join("lora.safetensors");
-    let mixed: &[(&str, &[usize])] = &[
+    let mixed: Given<'_> = &[
         // Fits, with the sides of 1 that factors of convolutions have.
         ("transformer.img_in.lora_A.weight", &[2, 16, 1, 1]),
         ("transformer.img_in.lora_B.weight", &[96, 2, 1, 1]),
@@ -198,7 +201,7 @@ fn what_does_not_fit_is_listed_and_a_lora_without_effect_is_an_error() {
     let text = report.to_string();
     assert!(text.contains("adds to 1 weights; 1 modules that the model does not have: transformer.single_blocks.0.proj"), "{text}");
 
-    let refused: &[(&[(&str, &[usize])], f32, &str)] = &[
+    let refused: &[(Given<'_>, f32, &str)] = &[
         (&mixed[2..4], 1.0, "nothing of this LoRA fits"),
         (
             &[("img_in.weight", &[96, 16])],
@@ -223,7 +226,7 @@ fn what_does_not_fit_is_listed_and_a_lora_without_effect_is_an_error() {
         assert!(error.to_string().contains(part), "`{part}` in {error}");
     }
     // An alpha that is no number makes its module one that does not fit, not a picture of nothing.
-    let alpha: &[(&str, &[usize])] = &[
+    let alpha: Given<'_> = &[
         ("img_in.lora_A.weight", &[2, 16]),
         ("img_in.lora_B.weight", &[96, 2]),
         ("img_in.alpha", &[3]),

@@ -11,6 +11,7 @@ mod corpus;
 mod editing;
 mod fixtures;
 #[path = "../../../sd-graph/tests/it/gguf_file.rs"]
+#[allow(dead_code, reason = "what other tests need is not needed here")]
 mod gguf_file;
 mod layouts;
 mod lora;
