@@ -68,6 +68,13 @@ fn checked(path: &Path, bytes: &[u8]) {
     );
     assert_eq!(checkpoint.len(), checkpoint.tensors().len());
     for (key, value) in checkpoint.metadata() {
+        // What is too long to be kept is read again, and is what was checked.
+        let numbers = checkpoint.metadata_numbers(key);
+        numbers.expect("arrays of numbers were checked");
+        // Texts in arrays are skipped when a file is opened; what is no text is told now.
+        if let Err(error) = checkpoint.metadata_texts(key) {
+            assert!(error.to_string().contains("UTF-8"), "{error}");
+        }
         assert!(
             key.len() + value.len()
                 <= fs::metadata(path).map_or(0, |file| file.len() as usize) + (1 << 16)

@@ -37,7 +37,7 @@ pub fn conversion(
     format: FileFormat,
     options: &LoadOptions,
 ) -> Result<Conversion> {
-    let told = told_config(path)?;
+    let mut told = told_config(path)?;
     let mut parts = parts_in(checkpoint);
     let mut checkpoint = checkpoint.clone();
     if let ([found], FileFormat::Gguf) = (&mut parts[..], format)
@@ -55,14 +55,24 @@ pub fn conversion(
     }
     for found in &parts {
         let part = found.select(checkpoint)?;
-        let config = match &told {
-            Some(config) if parts.len() == 1 => config.clone(),
-            _ => config_of(found.known, &part).map_err(|reason| crate::Error::Config {
+        let derived = || {
+            config_of(found.known, &part).map_err(|reason| crate::Error::Config {
                 path: path.to_owned(),
                 reason,
-            })?,
+            })
         };
-        let asked = of_part(found, &part, config, options)?;
+        let told_of_it = told.clone().filter(|_| parts.len() == 1);
+        let of_told = told_of_it.map(|config| of_part(found, &part, config, options));
+        let asked = match of_told {
+            Some(Ok(asked)) => asked,
+            // What stands beside a single file may be about another.
+            Some(Err(_)) if !path.is_dir() => {
+                told = None;
+                of_part(found, &part, derived()?, options)?
+            }
+            Some(Err(error)) => return Err(error),
+            None => of_part(found, &part, derived()?, options)?,
+        };
         for (stored, _) in checkpoint.tensors() {
             let Some(name) = stored.strip_prefix(&*found.prefix) else {
                 continue;
@@ -104,10 +114,11 @@ fn told_config(path: &Path) -> Result<Option<Value>> {
         path.parent()
     };
     let config = folder.map(|folder| folder.join("config.json"));
-    config
-        .filter(|config| config.is_file())
-        .map(|config| read_json(&config))
-        .transpose()
+    match config.filter(|config| config.is_file()) {
+        Some(config) if path.is_dir() => read_json(&config).map(Some),
+        Some(config) => Ok(read_json(&config).ok()),
+        None => Ok(None),
+    }
 }
 
 /// F32 in GGUF files for a vector of numbers.

@@ -128,6 +128,8 @@ struct Described {
     config: Value,
     /// Whether a file says so; else it follows from the tensors.
     is_told: bool,
+    /// What stands beside a single file, if anything: it may be about another.
+    beside: Option<Value>,
     /// What errors about the configuration name.
     path: PathBuf,
 }
@@ -169,6 +171,9 @@ impl Described {
             // Whatever is missing will be told when it is declared.
             None => whole,
         };
+        let folder = path.parent().filter(|_| path.is_file());
+        let beside_file = folder.map(|folder| folder.join("config.json"));
+        let beside_file = beside_file.filter(|config| config.is_file());
         let config = match told {
             Some(config) => config,
             None => config_of(known, &checkpoint).map_err(|reason| Error::Config {
@@ -180,17 +185,23 @@ impl Described {
             checkpoint,
             config,
             is_told,
+            beside: beside_file.and_then(|config| read_json(&config).ok()),
             path: if is_told { beside } else { path },
         })
     }
 
     fn read<C: serde::de::DeserializeOwned>(
         self,
-        check: impl FnOnce(C, &Path) -> Result<C>,
+        check: impl Fn(C, &Path) -> Result<C>,
     ) -> Result<Source<C>> {
-        let config = from_json(&self.path, self.config)?;
+        let read = |value: Value| check(from_json(&self.path, value)?, &self.path);
+        // As a file of a folder in the diffusers layout has it.
+        let beside = self.beside.and_then(|value| read(value).ok());
         Ok(Source {
-            config: check(config, &self.path)?,
+            config: match beside {
+                Some(config) => config,
+                None => read(self.config)?,
+            },
             checkpoint: self.checkpoint,
         })
     }

@@ -298,11 +298,19 @@ fn every_layout_draws_the_same_picture() {
         .vae(&vae_gguf);
 
     let over = ModelFiles::from(&tiny()).transformer(&gguf);
+    // Files of a model folder, each with its configuration beside it.
+    let weights = "diffusion_pytorch_model.safetensors";
+    let apart = ModelFiles::default()
+        .transformer(tiny().join("transformer").join(weights))
+        .text_encoder(tiny().join("text_encoder/model.safetensors"))
+        .vae(tiny().join("vae").join(weights))
+        .tokenizer(tiny());
     let cases = [
         ("single", single),
         ("all in one", all),
         ("gguf", ggufs),
         ("over a folder", over),
+        ("files of a folder", apart),
     ];
     for (name, files) in cases {
         let (picture, bytes) = drawn(files);
