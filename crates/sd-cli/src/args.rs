@@ -278,6 +278,10 @@ pub(crate) struct Parts {
     #[arg(long, value_name = "PATH")]
     pub(crate) text_encoder: Option<PathBuf>,
 
+    /// Vision tower of a text encoder whose file has none, for prompts about pictures: a .gguf file as llama.cpp has it (mmproj).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) vision: Option<PathBuf>,
+
     /// VAE, in place of the model's: a file or a folder.
     #[arg(long, value_name = "PATH")]
     pub(crate) vae: Option<PathBuf>,
@@ -303,6 +307,9 @@ impl Parts {
         }
         if let Some(path) = &self.text_encoder {
             files = files.text_encoder(path);
+        }
+        if let Some(path) = &self.vision {
+            files = files.vision(path);
         }
         if let Some(path) = &self.vae {
             files = files.vae(path);

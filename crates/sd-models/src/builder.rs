@@ -100,6 +100,12 @@ impl PipelineBuilder {
         self
     }
 
+    /// Takes the text encoder's vision tower from this file, llama.cpp's `mmproj`.
+    pub fn vision(mut self, path: impl Into<PathBuf>) -> Self {
+        self.files = self.files.vision(path);
+        self
+    }
+
     /// Takes the VAE from this file or folder.
     pub fn vae(mut self, path: impl Into<PathBuf>) -> Self {
         self.files = self.files.vae(path);

@@ -21,6 +21,7 @@ pub struct ModelFiles {
     pub(crate) model: Option<PathBuf>,
     pub(crate) transformer: Option<PathBuf>,
     pub(crate) text_encoder: Option<PathBuf>,
+    pub(crate) vision: Option<PathBuf>,
     pub(crate) vae: Option<PathBuf>,
     pub(crate) tokenizer: Option<PathBuf>,
     pub(crate) loras: Vec<(PathBuf, f32)>,
@@ -42,6 +43,12 @@ impl ModelFiles {
     /// The text encoder: a `.safetensors` file, a `.gguf` file as llama.cpp has it, or a folder of either.
     pub fn text_encoder(mut self, path: impl Into<PathBuf>) -> Self {
         self.text_encoder = Some(path.into());
+        self
+    }
+
+    /// The vision tower of a text encoder whose file has none: the `mmproj` file that llama.cpp has beside its language models.
+    pub fn vision(mut self, path: impl Into<PathBuf>) -> Self {
+        self.vision = Some(path.into());
         self
     }
 

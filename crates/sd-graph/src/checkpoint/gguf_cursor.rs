@@ -85,6 +85,10 @@ impl<'a> Cursor<'a> {
         Ok(())
     }
 
+    pub(super) fn u8(&mut self) -> Result<u8, CheckpointError> {
+        self.array().map(u8::from_le_bytes)
+    }
+
     pub(super) fn u32(&mut self) -> Result<u32, CheckpointError> {
         self.array().map(u32::from_le_bytes)
     }

@@ -28,13 +28,15 @@ impl Checkpoint {
         })
     }
 
-    /// The whole numbers of the array `key` in a GGUF file's metadata; `None` if there is no such array of 32-bit numbers.
+    /// The whole numbers of the array `key` in a GGUF file's metadata, truth values as 0 and 1; `None` if there is no such array of
+    /// 32-bit numbers or truth values.
     ///
     /// # Errors
     /// As for [`Checkpoint::metadata_texts`].
     pub fn metadata_numbers(&self, key: &str) -> Result<Option<Vec<i64>>, CheckpointError> {
         self.array(key, |cursor, element, _| match element {
             4 => Some(cursor.u32().map(i64::from)),
+            7 => Some(cursor.u8().map(i64::from)),
             5 => Some(cursor.u32().map(|bits| i64::from(bits.cast_signed()))),
             _ => None,
         })

@@ -39,6 +39,7 @@ pub use write_error::WriteError;
 
 use contents::Contents;
 use error::shown;
+use tensor_info::Location;
 
 /// A checked list of the tensors in one or more weight files, which are held open.
 ///
@@ -265,16 +266,28 @@ impl Checkpoint {
         offset: u64,
         into: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        let Some((file, location)) = info
-            .location
-            .and_then(|at| Some((self.0.files.get(at.file)?, at)))
-        else {
-            return Err(CheckpointError::NoData {
-                file: self.0.path.clone(),
-                tensor: shown(name),
-            });
+        let no_data = || CheckpointError::NoData {
+            file: self.0.path.clone(),
+            tensor: shown(name),
         };
-        file.read(Some(name), location.offset + offset, into)
+        let read = |at: Location, into: &mut [u8]| {
+            let file = self.0.files.get(at.file).ok_or_else(no_data)?;
+            file.read(Some(name), at.offset, into)
+        };
+        let Some(pieces) = &info.pieces else {
+            let at = info.location.ok_or_else(no_data)?;
+            let offset = at.offset + offset;
+            return read(Location { offset, ..at }, into);
+        };
+        let (mut offset, mut into) = (offset, into);
+        while !into.is_empty() {
+            let (at, length) = pieces.at(offset).ok_or_else(no_data)?;
+            let (piece, rest) = into.split_at_mut((length as usize).min(into.len()));
+            read(at, piece)?;
+            offset += piece.len() as u64;
+            into = rest;
+        }
+        Ok(())
     }
 
     fn out_of_range(

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Checkpoint;
 use super::contents::Contents;
 use super::error::CheckpointError;
-use super::tensor_info::{Location, TensorInfo};
+use super::tensor_info::{Location, Pieces, TensorInfo};
 
 /// Which rows of a stored tensor make a tensor: its outermost side is cut into `of` equal parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,8 @@ impl Rows {
 
 /// Puts a checkpoint together from tensors of others: under other names, as rows of a larger tensor, from several files.
 ///
-/// Nothing is copied or read: what is selected lies where it lay, so that it can be mapped there, and the files are shared. A row
+/// Nothing is copied or read: what is selected lies where it lay, so that it can be mapped there (but for what lies in pieces), and
+/// the files are shared. A row
 /// of a quantised type is whole blocks, so that rows of it are as good as a tensor.
 ///
 /// ```
@@ -85,6 +86,9 @@ impl Selection {
         }
         let mut part = info.clone();
         if rows != Rows::ALL {
+            if info.pieces.is_some() {
+                return Err(wrong("it lies in pieces itself".to_owned()));
+            }
             let count = info.shape.first().copied();
             let range = count.and_then(|count| rows.range(count)).ok_or_else(|| {
                 let count = count.unwrap_or(0);
@@ -107,7 +111,131 @@ impl Selection {
         if let Some(location) = &mut part.location {
             location.file = self.file_of(from, location.file);
         }
+        if let Some(pieces) = &mut part.pieces {
+            let starts = &mut Arc::make_mut(pieces).starts;
+            for start in starts {
+                start.file = self.file_of(from, start.file);
+            }
+        }
         self.contents.tensors.insert(name, part);
+        Ok(())
+    }
+
+    /// Adds tensors of one type and shape as `name`, along a new side `axis` that is as long as there are tensors: a kernel of
+    /// which a file keeps each frame as a tensor. It cannot be mapped, but is read without a copy of the whole.
+    ///
+    /// # Errors
+    /// As for [`Selection::add`]; [`CheckpointError::Tensor`] for tensors that are not alike, have fewer sides than `axis`, or are
+    /// quantised within it.
+    pub fn stack(
+        &mut self,
+        name: impl Into<String>,
+        from: &Checkpoint,
+        stored: &[&str],
+        axis: usize,
+    ) -> Result<(), CheckpointError> {
+        let name = name.into();
+        let wrong = |reason: String| CheckpointError::tensor(from.path(), &name, reason);
+        let infos: Vec<&TensorInfo> = (stored.iter())
+            .map(|stored| from.find(stored))
+            .collect::<Result<_, _>>()?;
+        let Some((first, others)) = infos.split_first() else {
+            return Err(wrong("it is made of no tensors".to_owned()));
+        };
+        let is_alike = |other: &&TensorInfo| {
+            (other.stored, &other.shape, other.pieces.is_some())
+                == (first.stored, &first.shape, false)
+        };
+        if first.pieces.is_some() || !others.iter().all(is_alike) || axis > first.shape.len() {
+            return Err(wrong("it is made of tensors that do not fit".to_owned()));
+        }
+        let mut shape = first.shape.clone();
+        let turns: usize = shape.iter().take(axis).product();
+        shape.insert(axis, infos.len());
+        let info = TensorInfo::new(first.stored, shape).map_err(wrong)?;
+        let length = first.bytes.checked_div(turns as u64).unwrap_or(0);
+        let is_within_rows = axis + 1 == info.shape.len() && first.stored.is_quantized();
+        if length * turns as u64 != first.bytes || is_within_rows {
+            return Err(wrong("its pieces are no whole bytes".to_owned()));
+        }
+        let starts = infos
+            .iter()
+            .map(|info| info.location)
+            .collect::<Option<_>>();
+        let stride = length;
+        self.add_pieces(
+            name,
+            from,
+            info,
+            starts.map(|starts| Pieces {
+                starts,
+                length,
+                stride,
+            }),
+        )
+    }
+
+    /// Adds of each of `groups` equal groups of rows of the tensor `stored` one part, `rows`, as `name`: the queries of a projection
+    /// whose file has queries, keys and values of each head one behind the other. It cannot be mapped.
+    ///
+    /// # Errors
+    /// As for [`Selection::add`].
+    pub fn add_grouped(
+        &mut self,
+        name: impl Into<String>,
+        from: &Checkpoint,
+        stored: &str,
+        groups: usize,
+        rows: Rows,
+    ) -> Result<(), CheckpointError> {
+        let info = from.find(stored)?;
+        let wrong = |reason: String| CheckpointError::tensor(from.path(), stored, reason);
+        let count = info.shape.first().copied().unwrap_or(0);
+        let parts = groups.saturating_mul(rows.of);
+        let is_whole =
+            parts > 0 && count.is_multiple_of(parts) && info.bytes.is_multiple_of(parts as u64);
+        if !is_whole || rows.part >= rows.of || info.pieces.is_some() {
+            let of = rows.of;
+            return Err(wrong(format!(
+                "its {count} rows are not {groups} groups of {of} equal parts"
+            )));
+        }
+        let mut shape = info.shape.clone();
+        if let Some(outermost) = shape.first_mut() {
+            *outermost = count / rows.of;
+        }
+        let part = TensorInfo::new(info.stored, shape).map_err(wrong)?;
+        let length = info.bytes / parts as u64;
+        let start = info.location.map(|at| Location {
+            offset: at.offset + length * rows.part as u64,
+            ..at
+        });
+        let pieces = start.map(|start| Pieces {
+            starts: vec![start],
+            length,
+            stride: length * rows.of as u64,
+        });
+        self.add_pieces(name.into(), from, part, pieces)
+    }
+
+    fn add_pieces(
+        &mut self,
+        name: String,
+        from: &Checkpoint,
+        mut info: TensorInfo,
+        pieces: Option<Pieces>,
+    ) -> Result<(), CheckpointError> {
+        if self.contents.tensors.contains_key(&name) {
+            let reason = "it is there already";
+            return Err(CheckpointError::tensor(from.path(), &name, reason));
+        }
+        info.pieces = pieces.map(|mut pieces| {
+            for start in &mut pieces.starts {
+                start.file = self.file_of(from, start.file);
+            }
+            Arc::new(pieces)
+        });
+        self.contents.tensors.insert(name, info);
         Ok(())
     }
 

@@ -1,5 +1,7 @@
 //! What is known of one tensor before it is read.
 
+use std::sync::Arc;
+
 use super::StoredType;
 
 /// Dimensions that a tensor may have.
@@ -14,8 +16,38 @@ pub struct TensorInfo {
     pub shape: Vec<usize>,
     /// Bytes that the tensor takes in its file.
     pub bytes: u64,
-    /// `None` in a table without files.
+    /// `None` in a table without files, and for what lies in pieces.
     pub(super) location: Option<Location>,
+    /// For a tensor that a selection put together from what does not lie in one stretch.
+    pub(super) pieces: Option<Arc<Pieces>>,
+}
+
+/// A tensor whose bytes come in turns from several places.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Pieces {
+    /// Where the first piece of each turn lies.
+    pub(super) starts: Vec<Location>,
+    /// Bytes of a piece.
+    pub(super) length: u64,
+    /// Bytes from a piece to the one of the next turn.
+    pub(super) stride: u64,
+}
+
+impl Pieces {
+    /// Where byte `offset` of the tensor lies, and how many bytes from there on are of one piece.
+    pub(super) fn at(&self, offset: u64) -> Option<(Location, u64)> {
+        let piece = offset.checked_div(self.length)?;
+        let turn = piece.checked_div(self.starts.len() as u64)?;
+        let start = self
+            .starts
+            .get((piece % self.starts.len() as u64) as usize)?;
+        let within = offset % self.length;
+        let location = Location {
+            offset: start.offset + turn * self.stride + within,
+            ..*start
+        };
+        Some((location, self.length - within))
+    }
 }
 
 /// Where a tensor's data lies.
@@ -72,6 +104,7 @@ impl TensorInfo {
             shape,
             bytes,
             location: None,
+            pieces: None,
         })
     }
 

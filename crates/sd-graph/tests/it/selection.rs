@@ -73,6 +73,87 @@ fn rows_of_several_files_are_read_where_they_lie() {
 }
 
 #[test]
+fn tensors_in_pieces_are_read_as_if_they_lay_together() {
+    let at = tempfile::tempdir().unwrap();
+    let kernel = [2_usize, 3, 4];
+    let frames = ["a", "bb", "ccc"].map(|name| file(at.path(), name, name, Dtype::F16, &kernel));
+    let mut all = Selection::new(&frames[0]);
+    for (frame, name) in frames.iter().zip(["a", "bb", "ccc"]) {
+        all.add(name, frame, name, Rows::ALL).unwrap();
+    }
+    let all = all.finish().unwrap();
+    for axis in 0..=3 {
+        let mut selection = Selection::new(&all);
+        selection
+            .stack("kernel", &all, &["a", "bb", "ccc"], axis)
+            .unwrap();
+        let selection = selection.finish().unwrap();
+        let info = selection.get("kernel").unwrap();
+        let mut shape = kernel.to_vec();
+        shape.insert(axis, 3);
+        assert_eq!((&info.shape, info.bytes), (&shape, 144));
+        // What numpy calls `stack`.
+        let length = 2 * kernel[axis..].iter().product::<usize>();
+        let parts = ["a", "bb", "ccc"].map(|name| bytes(&all, name));
+        let wanted: Vec<u8> = (0..48 / length)
+            .flat_map(|turn| parts.iter().map(move |part| (turn, part)))
+            .flat_map(|(turn, part)| part[turn * length..][..length].to_vec())
+            .collect();
+        assert_eq!(bytes(&selection, "kernel"), wanted, "axis {axis}");
+        for (from, count) in [(0, 1), (1, 50), (47, 3), (90, 54), (143, 1), (10, 0)] {
+            let mut some = vec![0; count];
+            selection.read_at("kernel", from as u64, &mut some).unwrap();
+            assert_eq!(some, wanted[from..from + count], "axis {axis}, from {from}");
+        }
+        // It may be selected again as a whole, and no rows of it.
+        let mut again = Selection::new(&frames[2]);
+        again.add("k", &selection, "kernel", Rows::ALL).unwrap();
+        assert!(
+            again
+                .add("r", &selection, "kernel", Rows { part: 0, of: 2 })
+                .is_err()
+                || axis > 0
+        );
+        assert_eq!(bytes(&again.finish().unwrap(), "k"), wanted);
+    }
+
+    // Queries, keys and values of two heads of two channels, head by head.
+    let fused = file(at.path(), "qkv", "qkv", Dtype::F32, &[12, 5]);
+    let whole = bytes(&fused, "qkv");
+    for part in 0..3 {
+        let mut selection = Selection::new(&fused);
+        selection
+            .add_grouped("q", &fused, "qkv", 2, Rows { part, of: 3 })
+            .unwrap();
+        let selection = selection.finish().unwrap();
+        assert_eq!(selection.get("q").unwrap().shape, [4, 5]);
+        let rows = |from: usize| &whole[from * 20..(from + 2) * 20];
+        let wanted = [rows(2 * part), rows(6 + 2 * part)].concat();
+        assert_eq!(bytes(&selection, "q"), wanted);
+    }
+    let mut selection = Selection::new(&all);
+    let refused = |outcome: Result<(), CheckpointError>, part: &str| {
+        let text = outcome.unwrap_err().to_string();
+        assert!(text.contains(part), "`{part}` in {text}");
+    };
+    let rows = Rows { part: 0, of: 3 };
+    refused(
+        selection.add_grouped("q", &fused, "qkv", 5, rows),
+        "are not 5 groups of 3 equal parts",
+    );
+    refused(
+        selection.add_grouped("q", &fused, "qkv", 0, rows),
+        "are not 0 groups",
+    );
+    refused(
+        selection.stack("k", &all, &["a", "none"], 0),
+        "no tensor `none`",
+    );
+    refused(selection.stack("k", &all, &[], 0), "no tensors");
+    refused(selection.stack("k", &all, &["a"], 4), "do not fit");
+}
+
+#[test]
 fn what_is_no_part_is_refused() {
     let table = |stored, shape: &[usize]| {
         Checkpoint::from_table("table", [("t".to_owned(), stored, shape.to_vec())]).unwrap()

@@ -11,6 +11,7 @@ mod vision;
 
 pub use config::{Config, TextConfig, VisionConfig};
 pub use image_processor::ImageProcessor;
+pub use names::with_vision;
 pub(crate) use names::{IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN};
 pub use text::{Pictures, TextModel};
 pub use vision::VisionTower;

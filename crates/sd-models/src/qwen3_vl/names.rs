@@ -1,9 +1,12 @@
 //! How files name the tensors of Qwen3-VL, and what their shapes and metadata say of it.
 
+use std::collections::BTreeSet;
+
 use sd_backend::Component;
-use sd_graph::Checkpoint;
+use sd_graph::{Checkpoint, Selection};
 use serde_json::{Value, json};
 
+use crate::error::{Error, Result};
 use crate::families::Known;
 use crate::naming::{Naming, Rule, whole};
 use crate::shapes::Shapes;
@@ -146,37 +149,136 @@ fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
     Ok(config)
 }
 
-/// The configuration of the vision tower, if it is in the file and is one of the published ones, whose heads and deepstack layers
-/// shapes do not tell.
+/// The configuration of the vision tower, if it is in the file. Heads and deepstack layers are told by no shape: they are those of the
+/// published towers.
 fn vision_config(shapes: Shapes<'_>) -> Result<Option<Value>, String> {
-    let patch = "model.visual.patch_embed.proj.weight";
-    if !shapes.has(patch) {
+    if !shapes.has(PATCHES) {
         return Ok(None);
     }
-    let &[hidden, channels, frames, side, _] = shapes.sides(patch)? else {
+    let &[hidden, ..] = shapes.sides(PATCHES)? else {
         return Ok(None);
     };
-    let depth = shapes.count("model.visual.blocks.#.attn.qkv.weight");
-    let deepstack = match (hidden, depth) {
-        (1152, 27) => [8, 16, 24],
-        (1024, 24) => [5, 11, 17],
-        _ => return Ok(None),
+    match (hidden, shapes.count(BLOCKS)) {
+        (1152, 27) => vision_sizes(shapes, 16, &[8, 16, 24]).map(Some),
+        (1024, 24) => vision_sizes(shapes, 16, &[5, 11, 17]).map(Some),
+        _ => Ok(None),
+    }
+}
+
+const PATCHES: &str = "model.visual.patch_embed.proj.weight";
+const BLOCKS: &str = "model.visual.blocks.#.attn.qkv.weight";
+
+/// What shapes say of the vision tower, with so many heads and features taken behind these blocks.
+fn vision_sizes(shapes: Shapes<'_>, heads: usize, deepstack: &[usize]) -> Result<Value, String> {
+    let &[hidden, channels, frames, side, _] = shapes.sides(PATCHES)? else {
+        return Err(format!("{PATCHES} is no kernel of frames"));
     };
     let [positions, _] = shapes.matrix("model.visual.pos_embed.weight")?;
     let [inner, _] = shapes.matrix("model.visual.blocks.0.mlp.linear_fc1.weight")?;
     let [out, merged] = shapes.matrix("model.visual.merger.linear_fc2.weight")?;
-    Ok(Some(json!({
-        "depth": depth,
+    Ok(json!({
+        "depth": shapes.count(BLOCKS),
         "hidden_size": hidden,
         "hidden_act": "gelu_pytorch_tanh",
         "intermediate_size": inner,
-        "num_heads": 16,
+        "num_heads": heads,
         "in_channels": channels,
         "patch_size": side,
         "temporal_patch_size": frames,
-        "spatial_merge_size": (merged / hidden).isqrt(),
+        "spatial_merge_size": merged.checked_div(hidden).unwrap_or(0).isqrt(),
         "out_hidden_size": out,
         "num_position_embeddings": positions,
         "deepstack_visual_indexes": deepstack,
-    })))
+    }))
+}
+
+macro_rules! vision {
+    ($from:literal, $to:literal) => {
+        whole(concat!($from, ".*"), concat!("model.visual.", $to, ".*"))
+    };
+}
+
+/// llama.cpp's names of the vision tower, in its `mmproj` file. Two frames of a patch's kernel are a tensor each there, and features
+/// have the numbers of their blocks: both are seen to in [`with_vision`].
+static MMPROJ: Naming = Naming {
+    title: "as in llama.cpp",
+    prefixes: &[""],
+    marks: &[
+        "v.patch_embd.weight.1",
+        "v.position_embd.weight",
+        "mm.2.weight",
+    ],
+    rules: &[
+        vision!("v.patch_embd", "patch_embed.proj"),
+        vision!("v.position_embd", "pos_embed"),
+        vision!("v.blk.#.ln1", "blocks.#.norm1"),
+        vision!("v.blk.#.ln2", "blocks.#.norm2"),
+        vision!("v.blk.#.attn_qkv", "blocks.#.attn.qkv"),
+        vision!("v.blk.#.attn_out", "blocks.#.attn.proj"),
+        vision!("v.blk.#.ffn_up", "blocks.#.mlp.linear_fc1"),
+        vision!("v.blk.#.ffn_down", "blocks.#.mlp.linear_fc2"),
+        vision!("v.post_ln", "merger.norm"),
+        vision!("mm.0", "merger.linear_fc1"),
+        vision!("mm.2", "merger.linear_fc2"),
+        vision!("v.deepstack.#.norm", "deepstack_merger_list.#.norm"),
+        vision!("v.deepstack.#.fc1", "deepstack_merger_list.#.linear_fc1"),
+        vision!("v.deepstack.#.fc2", "deepstack_merger_list.#.linear_fc2"),
+    ],
+};
+
+/// A text encoder without a vision tower together with the tower in `mmproj`, a file as llama.cpp has it beside its language models;
+/// and the tower's configuration, as the reference's `config.json` has it. Both have the reference's names then.
+///
+/// # Errors
+/// [`Error::UnknownFile`] for another file; a second tower, and one that makes no sense.
+pub fn with_vision(text: &Checkpoint, mmproj: &Checkpoint) -> Result<(Checkpoint, Value)> {
+    const KERNELS: [&str; 2] = ["v.patch_embd.weight", "v.patch_embd.weight.1"];
+    if MMPROJ.prefixes_in(mmproj).is_empty() {
+        let names = mmproj
+            .tensors()
+            .map(|(name, _)| name.escape_debug().to_string());
+        return Err(Error::UnknownFile {
+            path: mmproj.path().to_owned(),
+            looked_for: format!("vision tower (Qwen3-VL): {}", MMPROJ.marks.join(" and ")),
+            found: names.take(4).collect::<Vec<_>>().join(", "),
+        });
+    }
+    // Blocks that features are taken behind, in order.
+    let block_of = |name: &str| {
+        name.strip_prefix("v.deepstack.")?
+            .split('.')
+            .next()?
+            .parse()
+            .ok()
+    };
+    let blocks: BTreeSet<usize> = mmproj
+        .tensors()
+        .filter_map(|(name, _)| block_of(name))
+        .collect();
+    let blocks: Vec<usize> = blocks.into_iter().collect();
+
+    let mut selection = Selection::new(text);
+    selection.add_all(text)?;
+    selection.stack(PATCHES, mmproj, &KERNELS, 2)?;
+    for (stored, _) in mmproj.tensors().filter(|(name, _)| !KERNELS.contains(name)) {
+        for (name, rows) in MMPROJ.in_model(stored) {
+            let place = block_of(stored).and_then(|block| blocks.binary_search(&block).ok());
+            let name = match (block_of(stored), place) {
+                (Some(block), Some(place)) => {
+                    name.replacen(&format!("list.{block}."), &format!("list.{place}."), 1)
+                }
+                _ => name,
+            };
+            selection.add(name, mmproj, stored, rows)?;
+        }
+    }
+    let joined = selection.finish()?;
+    let heads = mmproj.metadata().get("clip.vision.attention.head_count");
+    let heads = heads.and_then(|heads| heads.parse().ok()).unwrap_or(16);
+    let config =
+        vision_sizes(Shapes::of(&joined), heads, &blocks).map_err(|reason| Error::Config {
+            path: mmproj.path().to_owned(),
+            reason,
+        })?;
+    Ok((joined, config))
 }

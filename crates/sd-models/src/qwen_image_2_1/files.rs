@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::families::{Known, config_of, part_in};
 use crate::gguf_tokenizer;
 use crate::model_files::ModelFiles;
-use crate::qwen3_vl::{self, IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN};
+use crate::qwen3_vl::{self, IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN, with_vision};
 use crate::schedule::FlowMatchEuler;
 use crate::wan_vae::VAE;
 
@@ -64,6 +64,13 @@ impl Sources {
         let transformer = part(&TRANSFORMER, "transformer", "--transformer")?;
         let vae = part(&VAE, "vae", "--vae")?;
 
+        if let Some(path) = &files.vision {
+            let (checkpoint, config) = with_vision(&text.checkpoint, &Checkpoint::open(path)?)?;
+            text.checkpoint = checkpoint;
+            if !text.is_told {
+                text.config["vision_config"] = config;
+            }
+        }
         let tokenizer = tokenizer(files, &text.checkpoint)?;
         if !text.is_told {
             for (field, token) in [

@@ -136,7 +136,7 @@ impl QwenImage21 {
     /// tensor's name and shape. No weight is read.
     ///
     /// # Errors
-    /// Everything that can be wrong with files; see [`Error`].
+    /// Everything that can be wrong with files; see [`Error`](crate::Error).
     pub fn open(files: impl Into<ModelFiles>, options: &LoadOptions) -> Result<QwenImage21> {
         let files = files.into();
         let Sources {
@@ -278,7 +278,7 @@ impl QwenImage21 {
     /// The noise levels for a picture of `tokens` latent pixels: the author's own if there are any, else `steps` of them.
     ///
     /// # Errors
-    /// [`Error::Steps`].
+    /// [`Error::Steps`](crate::Error::Steps).
     pub fn schedule(&self, steps: usize, tokens: usize) -> Result<Schedule> {
         self.schedule_as(&Scheduler::Model, steps, tokens)
     }

@@ -324,6 +324,109 @@ fn every_layout_draws_the_same_picture() {
     }
 }
 
+/// The tiny vision tower as llama.cpp would write it, beside [`llama_file`].
+fn mmproj_file(path: &Path) {
+    // Features are taken behind block 1.
+    const NAMES: [(&str, &str); 12] = [
+        ("patch_embed.proj.", "v.patch_embd."),
+        ("pos_embed.", "v.position_embd."),
+        ("merger.norm.", "v.post_ln."),
+        ("merger.linear_fc1.", "mm.0."),
+        ("merger.linear_fc2.", "mm.2."),
+        ("deepstack_merger_list.0.norm.", "v.deepstack.1.norm."),
+        ("deepstack_merger_list.0.linear_fc", "v.deepstack.1.fc"),
+        (".norm", ".ln"),
+        (".attn.qkv.", ".attn_qkv."),
+        (".attn.proj.", ".attn_out."),
+        (".mlp.linear_fc1.", ".ffn_up."),
+        (".mlp.linear_fc2.", ".ffn_down."),
+    ];
+    let mut given: Vec<(String, Vec<usize>, u32, Vec<u8>)> = Vec::new();
+    for (name, _, shape, bytes) in tensors(&part("text_encoder"), "", false) {
+        let Some(name) = name.strip_prefix("model.visual.") else {
+            continue;
+        };
+        let (from, to) = NAMES.iter().find(|(from, _)| name.contains(from)).unwrap();
+        let name = name.replace("blocks.", "v.blk.").replace(from, to);
+        if let [out, channels, 2, height, width] = shape[..] {
+            let frame = height * width * 2;
+            for index in 0..2 {
+                let frames = bytes.chunks(frame).skip(index).step_by(2);
+                let ending = if index == 0 { "" } else { ".1" };
+                let shape = vec![out, channels, height, width];
+                given.push((
+                    format!("{name}{ending}"),
+                    shape,
+                    1,
+                    frames.flatten().copied().collect(),
+                ));
+            }
+        } else {
+            given.push((name, shape, 1, bytes));
+        }
+    }
+    let heads = entry(
+        "clip.vision.attention.head_count",
+        kind::U32,
+        3_u32.to_le_bytes(),
+    );
+    let given: Vec<_> = (given.iter())
+        .map(|(name, shape, number, bytes)| {
+            (name.as_str(), shape.as_slice(), *number, bytes.clone())
+        })
+        .collect();
+    std::fs::write(path, written(3, 32, &[heads], &given)).unwrap();
+}
+
+#[test]
+fn a_vision_tower_in_a_file_of_its_own_is_the_text_encoders() {
+    let at = tempfile::tempdir().unwrap();
+    let (llama, mmproj) = (at.path().join("e.gguf"), at.path().join("mmproj.gguf"));
+    llama_file(&llama);
+    mmproj_file(&mmproj);
+    let text = Checkpoint::open(&llama).unwrap();
+    let (text, _) = named(&text);
+    let tower = Checkpoint::open(&mmproj).unwrap();
+    let (joined, config) = sd_models::qwen3_vl::with_vision(&text, &tower).unwrap();
+    let whole = part("text_encoder");
+    let mut compared = 0;
+    for (name, info) in whole.tensors().filter(|(name, _)| name.contains("visual")) {
+        let found = joined.get(name).unwrap_or_else(|| panic!("no {name}"));
+        assert_eq!(found.shape, info.shape, "{name}");
+        let read = |checkpoint: &Checkpoint| {
+            let mut bytes = vec![0; info.bytes as usize];
+            checkpoint.read(name, &mut bytes).unwrap();
+            bytes
+        };
+        assert!(read(&joined) == read(&whole), "{name}");
+        compared += 1;
+    }
+    assert_eq!(joined.len(), text.len() + compared);
+    let told: serde_json::Value = serde_json::from_str(&config_text("text_encoder")).unwrap();
+    for (field, value) in config.as_object().unwrap() {
+        assert_eq!(value, &told["vision_config"][field], "{field}");
+    }
+    // Prompts of text alone are read as without.
+    let files = ModelFiles::from(&tiny()).text_encoder(&llama);
+    let (with, without) = (
+        drawn(files.clone().vision(&mmproj)).0,
+        drawn(files.clone()).0,
+    );
+    assert_eq!(with, without);
+    let error = Pipeline::from_files(files.vision(&llama))
+        .unwrap()
+        .plan(None, 16)
+        .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("looked for the vision tower (Qwen3-VL)"),
+        "{error}"
+    );
+    let again = sd_models::qwen3_vl::with_vision(&joined, &tower).unwrap_err();
+    assert!(again.to_string().contains("already"), "{again}");
+}
+
 #[test]
 fn quantised_rows_of_a_fused_tensor_are_those_of_its_halves() {
     let at = tempfile::tempdir().unwrap();
