@@ -261,7 +261,7 @@ impl Selection {
         })
     }
 
-    /// The checkpoint. Only files that something was selected from count as its own.
+    /// The checkpoint. Its files are those of the main checkpoint and those that something was selected from.
     ///
     /// # Errors
     /// [`CheckpointError::Tensor`] if the sizes of all tensors together overflow.

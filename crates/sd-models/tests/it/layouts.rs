@@ -7,7 +7,7 @@ use half::f16;
 use safetensors::tensor::{Dtype, TensorView};
 use sd_backend::{Component, Ledger};
 use sd_graph::{Cancel, Checkpoint, Existing, FileFormat, LoadOptions, Progress, StoredType};
-use sd_models::{Error, ModelFiles, Pipeline, Request, conversion, identify};
+use sd_models::{Error, Image, ModelFiles, Pipeline, Request, conversion, identify};
 
 use crate::fixtures::{folder, psnr, tiny};
 use crate::gguf_file::{array, entry, kind, text, written};
@@ -413,6 +413,24 @@ fn a_vision_tower_in_a_file_of_its_own_is_the_text_encoders() {
         drawn(files.clone()).0,
     );
     assert_eq!(with, without);
+    // And prompts about a picture as with the tower in the text encoder's file.
+    let edited = |files: ModelFiles| {
+        let builder = Pipeline::from_files(files)
+            .unwrap()
+            .device("cpu")
+            .threads(2);
+        let mut pipeline = builder.load().unwrap();
+        let picture = Image::from_planes(&vec![0.5; 4 * 64 * 96], 96, 64).unwrap();
+        let quiet = &mut |_: &Progress| {};
+        let references = pipeline
+            .read_references(&[picture], Some(64), quiet)
+            .unwrap();
+        let condition = pipeline.encode_with("make it red", &references).unwrap();
+        let request = Request::new(&condition).size(64, 64).steps(2).seed(7);
+        pipeline.generate(&request, quiet).unwrap().0
+    };
+    let with = edited(files.clone().vision(&mmproj));
+    assert!(with.pixels() == edited(ModelFiles::from(&tiny())).pixels());
     let error = Pipeline::from_files(files.vision(&llama))
         .unwrap()
         .plan(None, 16)
