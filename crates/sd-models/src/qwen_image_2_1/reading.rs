@@ -232,18 +232,21 @@ fn tower_graph(g: Graph<'_>, module: &VisionTower, grid: Size) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use sd_backend::fake::{FakeDevice, FakeOptions};
     use sd_backend::{BackendOptions, DType, Ledger, MemoryBudget, MemoryBudgets};
 
+    use super::super::files::Sources;
     use super::*;
 
     #[test]
     fn a_tower_whose_weights_pass_through_sees_the_same() {
         let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-qwen-image-2.1");
-        let config = qwen3_vl::Config::read(&tiny.join("text_encoder/config.json")).unwrap();
-        let vae = VaeConfig::read(&tiny.join("vae/config.json")).unwrap();
+        let files = ModelFiles::from(&tiny);
+        let sources = Sources::open(&files).unwrap();
         let options = LoadOptions::default().weight_type(DType::F32);
-        let mut reader = Reader::open(&tiny, &options, &config, &vae)
+        let mut reader = Reader::open(&files, &options, &sources.text_encoder, &sources.vae)
             .unwrap()
             .unwrap();
         let size = Size::new(64, 96);
