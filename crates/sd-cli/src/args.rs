@@ -8,8 +8,8 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::{LoadOptions, TensorTypes};
 use sd_models::{
-    Circular, FrameRate, ModelArgs, ModelFiles, PipelineBuilder, PreviewBy, Request, Rng, Sampler, Schedule,
-    Scheduler,
+    Circular, FrameRate, ModelArgs, ModelFiles, PipelineBuilder, PreviewBy, Request, Rng, Sampler,
+    Schedule, Scheduler,
 };
 
 /// Pictures from a diffusion checkpoint.
@@ -49,7 +49,7 @@ pub(crate) enum Command {
     )]
     Generate(Box<Generate>),
     /// Say how much memory a picture needs, without loading the model.
-    Plan(Plan),
+    Plan(Box<Plan>),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
     /// Write a file of weights as a GGUF or safetensors file, with weights of other types.

@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::args::Convert;
 use crate::error::Error;
 use crate::json;
+use crate::preview::Previews;
 use crate::progress::Display;
 
 /// What `--json` prints.
@@ -27,7 +28,7 @@ struct Report {
     types: BTreeMap<String, usize>,
 }
 
-pub(crate) fn run(arguments: &Convert) -> Result<(), Error> {
+pub(crate) fn run(arguments: &Convert, is_quiet: bool) -> Result<(), Error> {
     let Convert { input, output, .. } = arguments;
     if input.join("model_index.json").is_file() {
         return Err(Error::SeveralParts {
@@ -42,7 +43,7 @@ pub(crate) fn run(arguments: &Convert) -> Result<(), Error> {
         true => Existing::Replace,
         false => Existing::Keep,
     };
-    let mut display = Display::new(arguments.json);
+    let mut display = Display::new(arguments.json || is_quiet, Previews::default());
     let ledger = Ledger::default();
     let outcome = conversion.write(output, existing, &ledger, &Cancel::new(), &mut display);
     display.finish();
@@ -64,7 +65,7 @@ pub(crate) fn run(arguments: &Convert) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
     if arguments.json {
         json::print(&mut out, &report)?;
-    } else {
+    } else if !is_quiet {
         let types: Vec<String> = (report.types.iter())
             .map(|(name, number)| format!("{number} {name}"))
             .collect();

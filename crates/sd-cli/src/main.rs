@@ -59,7 +59,7 @@ fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
         }
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
-        Command::Convert(arguments) => convert::run(arguments),
+        Command::Convert(options) => convert::run(options, arguments.quiet),
         Command::Devices(arguments) => devices::run(arguments),
         Command::Vae(arguments) => vae::run(arguments),
         Command::RpcServer(arguments) => rpc_server::run(arguments),
