@@ -314,7 +314,7 @@ impl<'g> Graph<'g> {
         Tensor { graph: self, id }
     }
 
-    /// What a state holds when a run begins.
+    /// What a state holds when a run begins, in its type.
     pub fn state(self, state: &State) -> Tensor<'g> {
         let mut recording = self.recording.borrow_mut();
         if !recording.states.contains(state) {
@@ -333,7 +333,7 @@ impl<'g> Graph<'g> {
         let rule = if value.dtype() == DType::F32 {
             shape::keep(state.shape(), value.shape())
         } else {
-            Err(format!("a state keeps f32, not {}", value.dtype()).into())
+            Err(format!("a state is given f32, not {}", value.dtype()).into())
         };
         let mut recording = self.recording.borrow_mut();
         match rule {

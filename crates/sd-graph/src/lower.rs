@@ -271,7 +271,7 @@ fn write_state(
     arena.take(2)?;
     // SAFETY: both tensors are live and the graph holds their nodes (`capacity` in `lower`); room was taken. The value has
     // the state's sizes but for the outermost, which is no larger (`shape::keep`), so the view lies within the state; both
-    // are contiguous and F32.
+    // are contiguous, the value F32, the state that or F16.
     unsafe {
         let (ne, nb) = (value.as_ref().ne, state.as_ref().nb);
         let part = sys::ggml_view_4d(

@@ -11,7 +11,7 @@ use crate::param::Param;
 use crate::raw::{Arena, bytes_on};
 use crate::shape::Shape;
 
-/// A tensor in F32 that keeps its values between runs, of one plan or of several: what a causal convolution saw of the
+/// A tensor in F32 or F16 that keeps its values between runs, of one plan or of several: what a causal convolution saw of the
 /// frames before, say. A cheap shared handle.
 ///
 /// Declared with a shape, given memory by [`State::allocate`]; graphs read it with [`Graph::state`](crate::Graph::state)
@@ -31,12 +31,31 @@ impl PartialEq for State {
 }
 
 impl State {
-    /// A state without memory. Estimates can be made with it.
+    /// A state in F32 without memory. Estimates can be made with it.
     pub fn new(name: impl Into<String>, shape: Shape) -> State {
+        State::of_type(name, shape, DType::F32)
+    }
+
+    /// The same in half precision: half the memory, for values that are rounded to it anyway before they are used. What is
+    /// kept is rounded; what reads it [casts](crate::Tensor::cast) it.
+    pub fn in_half_precision(name: impl Into<String>, shape: Shape) -> State {
+        State::of_type(name, shape, DType::F16)
+    }
+
+    fn of_type(name: impl Into<String>, shape: Shape, dtype: DType) -> State {
         State {
-            param: Param::new(name.into(), shape, DType::F32),
+            param: Param::new(name.into(), shape, dtype),
             in_use: Arc::default(),
         }
+    }
+
+    /// Bytes of its values.
+    pub fn bytes(&self) -> usize {
+        let element = match self.param.dtype() {
+            DType::F16 => 2,
+            _ => 4,
+        };
+        self.shape().elements() * element
     }
 
     /// The shape, outermost first.
@@ -62,7 +81,8 @@ impl State {
         let arena = Arena::new(states.len(), false).map_err(no_room)?;
         let mut sizes = Vec::with_capacity(states.len());
         for state in &states {
-            let tensor = arena.tensor(DType::F32, state.shape()).map_err(no_room)?;
+            let dtype = state.param.dtype();
+            let tensor = arena.tensor(dtype, state.shape()).map_err(no_room)?;
             // SAFETY: the arena is alive to the end of this function.
             sizes.push(unsafe { bytes_on(tensor, backend.device()) });
         }

@@ -206,7 +206,7 @@ fn mistakes_with_frames_are_told() {
             g.keep(&State::new("small", Shape::new(&[3, 2, 3, 4]).unwrap()), x);
             x
         }),
-        ("keeps f32", |g, x| {
+        ("given f32", |g, x| {
             g.keep(&State::new("half", x.shape()), x.cast(DType::F16));
             x
         }),
@@ -276,6 +276,35 @@ fn states_stay_between_runs_and_are_written_last() {
         }
         let sum = run(&mut backend, 0.0);
         assert_eq!((sum[0], sum[3]), (18.0 + 8.0, 5.0 + 9.0), "{sum:?}");
+    }
+}
+
+/// What a state in half precision was given is rounded once, and takes half the memory.
+#[test]
+fn states_in_half_precision_round_what_they_keep() {
+    for mut backend in backends() {
+        let shape = Shape::new(&[2, 33]).unwrap();
+        let (half, whole) = (
+            State::in_half_precision("half", shape),
+            State::new("whole", shape),
+        );
+        assert_eq!((half.bytes(), whole.bytes()), (132, 264));
+        State::allocate([&half], &backend).unwrap();
+        let mut plan = Plan::build(&backend, |g| {
+            let x = g.input::<f32>("x", [1, 33]);
+            let was = g.state(&half);
+            assert_eq!(was.dtype(), DType::F16);
+            g.output("was", was.cast(DType::F32));
+            g.keep(&half, was.slice(0, 1, 1).cast(DType::F32).concat(x, 0));
+        })
+        .unwrap();
+        let third = half::f16::from_f32(1.0 / 3.0).to_f32();
+        for should in [[0.0, 0.0], [0.0, third], [third, third]] {
+            plan.set("x", &[1.0_f32 / 3.0; 33]).unwrap();
+            plan.run(&mut backend, &Cancel::new()).unwrap();
+            let was = plan.read::<f32>("was").unwrap();
+            assert_eq!([was[0], was[65]], should, "{}", backend.device());
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use sd_backend::{Backend, Buffer, Device};
+use sd_backend::{Backend, Buffer, DType, Device};
 use sd_graph::{Shape, State, Tensor};
 
 use crate::error::Result;
@@ -28,6 +28,15 @@ pub(crate) struct Chunk<'m> {
     pub(crate) circular: Circular,
     /// What goes from chunk to chunk; nothing for a picture by itself.
     pub(crate) memory: Option<&'m Memory>,
+}
+
+/// What a layer keeps of the frames that it saw.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kept {
+    /// Frames at most.
+    pub(crate) most: usize,
+    /// Whether they are rounded to half precision, as kernels in it do with what they see.
+    pub(crate) in_half: bool,
 }
 
 /// The last frames that each convolution in time saw, by the names of their weights.
@@ -57,22 +66,27 @@ impl Chunk<'_> {
         name: &str,
         x: Tensor<'g>,
         past: usize,
-        most: usize,
+        kept: Kept,
     ) -> Tensor<'g> {
         match self.memory {
             Some(memory) if past > 0 => {
-                let state = memory.state(name, x, most);
-                x.graph().state(&state).slice(0, 0, past).concat(x, 0)
+                let state = x.graph().state(&memory.state(name, x, kept));
+                let before = state.slice(0, 0, past);
+                let before = match kept.in_half {
+                    true => before.cast(DType::F32),
+                    false => before,
+                };
+                before.concat(x, 0)
             }
             _ => x,
         }
     }
 
-    /// Keeps the last of `frames`, up to `most`, for the chunk to come.
-    pub(crate) fn keep<'g>(&self, name: &str, frames: Tensor<'g>, most: usize) {
+    /// Keeps the last of `frames` for the chunk to come.
+    pub(crate) fn keep<'g>(&self, name: &str, frames: Tensor<'g>, kept: Kept) {
         if let Some(memory) = self.memory {
-            let state = memory.state(name, frames, most);
-            let count = frames.dim(0).min(most);
+            let state = memory.state(name, frames, kept);
+            let count = frames.dim(0).min(kept.most);
             let last = match frames.dim(0) - count {
                 0 => frames,
                 before => frames.slice(0, before, count),
@@ -83,18 +97,22 @@ impl Chunk<'_> {
 }
 
 impl Memory {
-    /// The state of the layer `name`, `most` frames of the size of those in `x`.
-    fn state(&self, name: &str, x: Tensor<'_>, most: usize) -> State {
+    /// The state of the layer `name`, frames of the size of those in `x`.
+    fn state(&self, name: &str, x: Tensor<'_>, kept: Kept) -> State {
         let mut states = self.states.borrow_mut();
         if let Some(state) = states.get(name) {
             return state.clone();
         }
         let mut dims = x.shape().dims().to_vec();
         if let Some(frames) = dims.first_mut() {
-            *frames = most;
+            *frames = kept.most;
         }
         // A shape that cannot be is told by what made `x`.
-        let state = State::new(name, Shape::new(&dims).unwrap_or(Shape::ONE));
+        let shape = Shape::new(&dims).unwrap_or(Shape::ONE);
+        let state = match kept.in_half {
+            true => State::in_half_precision(name, shape),
+            false => State::new(name, shape),
+        };
         states.insert(name.to_owned(), state.clone());
         state
     }
@@ -103,7 +121,7 @@ impl Memory {
     pub(crate) fn bytes(&self, device: Device) -> u64 {
         let states = self.states.borrow();
         let sizes = states.values().map(|state| {
-            let bytes = state.shape().elements() * size_of::<f32>();
+            let bytes = state.bytes();
             bytes.next_multiple_of(Buffer::alignment(device)) as u64
         });
         sizes.sum()

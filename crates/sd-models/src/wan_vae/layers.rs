@@ -1,8 +1,9 @@
 //! Layers of encoder and decoder, over frames `[t, channels, height, width]`.
 
-use sd_graph::{FrameConv, Param, Role, Scope, Tensor};
+use sd_backend::DType;
+use sd_graph::{FrameConv, Graph, Param, Role, Scope, Tensor};
 
-use super::chunk::{Chunk, Place};
+use super::chunk::{Chunk, Kept, Place};
 use crate::nn::Conv2d;
 use crate::rope::Circular;
 
@@ -78,14 +79,18 @@ impl TimeConv {
         self
     }
 
-    /// Frames that it looks back at beyond the first that go into a result.
-    fn most(&self) -> usize {
-        3 - self.stride
+    /// What it keeps: frames that it looks back at beyond the first that go into a result.
+    fn kept(&self, g: Graph<'_>) -> Kept {
+        Kept {
+            most: 3 - self.stride,
+            in_half: g.param(&self.weight).dtype() == DType::F16,
+        }
     }
 
     pub(crate) fn forward<'g>(&self, x: Tensor<'g>, chunk: &Chunk<'_>) -> Tensor<'g> {
         let g = x.graph();
-        let most = self.most();
+        let kept = self.kept(g);
+        let most = kept.most;
         let past = match chunk.place {
             Place::First => 0,
             Place::Second if self.late => 0,
@@ -93,12 +98,12 @@ impl TimeConv {
             Place::Later => most,
         };
         let name = self.weight.name();
-        let frames = chunk.recall(name, x, past, most);
+        let frames = chunk.recall(name, x, past, kept);
         if self.late && past == 0 && frames.dim(0) < most {
             // The chunk to come looks back beyond the beginning.
-            chunk.keep(name, (x * 0.0).concat(frames, 0), most);
+            chunk.keep(name, (x * 0.0).concat(frames, 0), kept);
         } else {
-            chunk.keep(name, frames, most);
+            chunk.keep(name, frames, kept);
         }
 
         let around = self.side / 2;
@@ -126,7 +131,7 @@ impl TimeConv {
     /// Lets the first chunk pass by, to be looked back at.
     pub(crate) fn pass_by<'g>(&self, x: Tensor<'g>, chunk: &Chunk<'_>) -> Tensor<'g> {
         if !self.late {
-            chunk.keep(self.weight.name(), x, self.most());
+            chunk.keep(self.weight.name(), x, self.kept(x.graph()));
         }
         x
     }
