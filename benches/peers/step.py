@@ -3,8 +3,8 @@
     cargo run --release -p sd-benches --bin step -- --device CUDA0 --backends DIR --folder /dev/shm/step
     python benches/peers/step.py --folder /dev/shm/step --device cuda --type bfloat16
 
-Prints a line for each case with seconds of a call (median), the ratio of `step`'s to it, and the relative error (Euclidean norm)
-of `step`'s velocity against this one. Bytes on a GPU are the most that torch's allocator held.
+Prints a line for each case with seconds of a call (median) and of processor time, the ratios of `step`'s to them, and the relative
+error (Euclidean norm) of `step`'s velocity against this one. Bytes on a GPU are the most that torch's allocator held.
 """
 
 import argparse
@@ -55,18 +55,18 @@ def main():
 
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(f"diffusers, {arguments.type}, {device}, {torch.get_num_threads()} threads")
-    print(f"{'size':>6} {'references':>10} {'prefix':>8} {'call s':>9} {'sd type':>8} {'sd ratio':>9} {'sd error':>9} {'most MiB':>9}")
+    print(f"{'size':>6} {'references':>10} {'prefix':>8} {'call s':>9} {'cpu s':>9} {'sd type':>8} {'sd ratio':>9} {'of cpu':>7} {'sd error':>9} {'most MiB':>9}")
     done = {}
     for case in last["cases"]:
         key = (case["size"], case["references"], case["prefix"] != "off")
         if key not in done:
             done[key] = measure(model, arguments, last, *key)
-        seconds, velocity, most = done[key]
+        seconds, busy, velocity, most = done[key]
         theirs = torch.from_numpy(numpy.fromfile(arguments.folder / case["velocity"], dtype=numpy.float32)).view_as(velocity)
         error = ((theirs - velocity).norm() / velocity.norm()).item()
         print(
-            f"{case['size']:>6} {case['references']:>10} {case['prefix']:>8} {seconds:9.4f} {case['type']:>8} "
-            f"{case['seconds'] / seconds:9.3f} {error:9.1e} {most >> 20:>9}"
+            f"{case['size']:>6} {case['references']:>10} {case['prefix']:>8} {seconds:9.4f} {busy:9.4f} {case['type']:>8} "
+            f"{case['seconds'] / seconds:9.3f} {case['processor_seconds'] / busy:7.3f} {error:9.1e} {most >> 20:>9}"
         )
 
 
@@ -94,15 +94,16 @@ def measure(model, arguments, last, size, references, is_cached):
         cache = QwenImage21KVCache(last["blocks"])
         model(**given, kv_cache=cache, kv_cache_mode="extract")
         given.update(kv_cache=cache, kv_cache_mode="cached")
-    seconds = []
+    seconds, busy = [], []
     for run in range(arguments.runs + 1):
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         velocity = model(**given)[0]
         velocity = velocity[0, -side * side :].float().cpu()
         if run > 0:
             seconds.append(time.perf_counter() - begin)
+            busy.append(time.process_time() - used)
     most = torch.cuda.max_memory_allocated() if on_gpu else 0
-    return sorted(seconds)[len(seconds) // 2], velocity, most
+    return sorted(seconds)[len(seconds) // 2], sorted(busy)[len(busy) // 2], velocity, most
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! It prints a line for each case and writes `last.json` to `--folder`: seconds of each call after one to warm up, their
-//! median, the most bytes that the ledger held, and operations in the graph. A call is what a sampler does: inputs are set,
-//! all is computed, the velocity is read. The checkpoint and the velocities stay in `--folder`.
+//! median, the same of processor time over all threads (on Linux), the most bytes that the ledger held, and operations in the
+//! graph. Processor time tells more where others use the machine too. A call is what a sampler does: inputs are set, all is
+//! computed, the velocity is read. The checkpoint and the velocities stay in `--folder`.
 #![allow(clippy::print_stdout)]
 
 use std::path::{Path, PathBuf};
@@ -85,8 +86,8 @@ fn main() -> Result<()> {
         arguments.threads
     );
     println!(
-        "{:>6} {:>6} {:>10} {:>8} {:>9} {:>10} {:>8}",
-        "size", "type", "references", "prefix", "call s", "most MiB", "nodes"
+        "{:>6} {:>6} {:>10} {:>8} {:>9} {:>9} {:>10} {:>8}",
+        "size", "type", "references", "prefix", "call s", "cpu s", "most MiB", "nodes"
     );
     let mut cases: Vec<Value> = Vec::new();
     for &dtype in &arguments.weight_type {
@@ -178,13 +179,14 @@ impl Loaded<'_> {
             }
             let prefix = kept.map_or(Prefix::Compute, Prefix::Read);
             let mut plan = self.plan(&backend, &layout, prefix)?;
-            let mut seconds = Vec::new();
+            let (mut seconds, mut busy) = (Vec::new(), Vec::new());
             let mut velocity = Vec::new();
             for run in 0..=arguments.runs {
-                let begin = Instant::now();
+                let (begin, used) = (Instant::now(), processor_seconds());
                 (velocity, _) = self.call(&mut plan, &mut backend, &inputs, prefix, &cache)?;
                 if run > 0 {
                     seconds.push(begin.elapsed().as_secs_f64());
+                    busy.push(processor_seconds() - used);
                 }
             }
             ensure!(
@@ -192,22 +194,20 @@ impl Loaded<'_> {
                 "the result is no finite number"
             );
             let runs = seconds.clone();
-            seconds.sort_by(f64::total_cmp);
-            let median = seconds.get(seconds.len() / 2).copied();
+            let (median, busy) = (median(seconds), median(busy));
             let kept = kept.map_or("off".to_owned(), |dtype| dtype.to_string());
             let name = format!("velocity-{}-{size}-{references}-{kept}.f32", self.dtype);
             write(&arguments.folder.join(&name), &velocity)?;
             let most = watch.most();
             println!(
-                "{size:>6} {:>6} {references:>10} {kept:>8} {:9.4} {:>10} {:>8}",
+                "{size:>6} {:>6} {references:>10} {kept:>8} {median:9.4} {busy:9.4} {:>10} {:>8}",
                 self.dtype.to_string(),
-                median.unwrap_or_default(),
                 most.total() >> 20,
                 plan.nodes()
             );
             cases.push(json!({
                 "size": size, "type": self.dtype.to_string(), "references": references, "prefix": kept,
-                "seconds": median, "runs": runs, "velocity": name, "nodes": plan.nodes(),
+                "seconds": median, "processor_seconds": busy, "runs": runs, "velocity": name, "nodes": plan.nodes(),
                 "most_bytes": most.total(), "weight_bytes": most.of(MemoryKind::Weights),
                 "compute_bytes": most.of(MemoryKind::Compute), "cache_bytes": most.of(MemoryKind::Cache),
             }));
@@ -278,6 +278,21 @@ impl Inputs {
             text: transformer::numbers(text, 1),
         }
     }
+}
+
+/// The middle one, or 0 without any.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
+}
+
+/// Processor time that this process has used, all threads together, in steps of a hundredth; 0 elsewhere than on Linux.
+fn processor_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // Behind the name, which is in brackets, `utime` and `stime` are numbers 12 and 13 of what follows.
+    let fields = text.rsplit(')').next().unwrap_or_default().split(' ');
+    let ticks = fields.skip(12).take(2).flat_map(str::parse::<f64>);
+    ticks.sum::<f64>() / 100.0
 }
 
 fn write(path: &Path, values: &[f32]) -> Result<()> {
