@@ -204,6 +204,11 @@ fn matrix_products() {
         (vec![2, 5, 31], vec![7, 31]),
         (vec![6, 5, 16], vec![2, 4, 16]),
         (vec![2, 6, 5, 8], vec![2, 3, 4, 8]),
+        // Many rows at once, which a processor may do from panels: whole and broken ones, one and several, with a rest of each side.
+        (vec![33, 100], vec![128, 100]),
+        (vec![133, 513], vec![64, 513]),
+        (vec![4, 2, 35, 7], vec![2, 192, 7]),
+        (vec![40, 64], vec![72, 64]),
     ] {
         let (x, w) = (random(&x, 9), random(&w, 10));
         let name = format!("product of {:?} and {:?}", x.dims, w.dims);
@@ -232,14 +237,42 @@ fn matrix_products() {
 
 #[test]
 fn half_precision_weights() {
-    let (x, w) = (random(&[5, 64], 13), random(&[7, 64], 14));
-    let expected = reference::matmul_transposed(&x, &w);
-    for dtype in [DType::F16, DType::BF16] {
-        // The inputs are exact in half precision; bfloat16 keeps eight bits of the activations.
-        let tolerance = if dtype == DType::BF16 { 4e-3 } else { 1e-3 };
-        check_with("product", &[&x, &w], &expected, tolerance, |_, t| {
-            t[0].matmul_transposed(t[1].cast(dtype))
-        });
+    for (x, w) in [([5, 64], [7, 64]), ([70, 600], [64, 600])] {
+        let (x, w) = (random(&x, 13), random(&w, 14));
+        let expected = reference::matmul_transposed(&x, &w);
+        for dtype in [DType::F16, DType::BF16] {
+            // The inputs are exact in half precision; bfloat16 keeps eight bits of the activations.
+            let tolerance = if dtype == DType::BF16 { 4e-3 } else { 1e-3 };
+            check_with("product", &[&x, &w], &expected, tolerance, |_, t| {
+                t[0].matmul_transposed(t[1].cast(dtype))
+            });
+        }
+    }
+}
+
+/// So that a seed gives the same picture whatever computes it.
+#[test]
+fn threads_do_not_change_a_number() {
+    let (x, w) = (random(&[70, 600], 13), random(&[192, 600], 14));
+    let with = |threads: usize, dtype: DType| {
+        let options = BackendOptions::default().threads(threads);
+        let device = sd_backend::Device::cpu().unwrap();
+        let mut backend = Backend::new(device, &options).unwrap();
+        let mut plan = Plan::build(&backend, |g| {
+            let (x, w) = (g.input::<f32>("x", &x.dims), g.input::<f32>("w", &w.dims));
+            g.output("y", x.matmul_transposed(w.cast(dtype)));
+        })
+        .unwrap();
+        plan.set("x", &x.f32()).unwrap();
+        plan.set("w", &w.f32()).unwrap();
+        plan.run(&mut backend, &Cancel::new()).unwrap();
+        plan.read::<f32>("y").unwrap()
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let one = with(1, dtype);
+        for threads in [2, 3, 5] {
+            assert!(with(threads, dtype) == one, "{dtype}, {threads} threads");
+        }
     }
 }
 

@@ -85,17 +85,20 @@ fn options(convert: Option<DType>) -> LoadOptions {
 
 #[test]
 fn a_quantised_matrix_multiplies_as_its_numbers_do() {
-    const ROWS: usize = 5;
     const SIDE: usize = 512;
     let folder = tempfile::tempdir().unwrap();
-    let x = numbers(2 * SIDE, 1);
-    for dtype in quantized_types() {
-        let (bytes, weights) = quantized(dtype, &numbers(ROWS * SIDE, 2), SIDE);
-        let given: Given<'_> = ("w", &[ROWS, SIDE], dtype.to_ggml(), bytes);
+    // A few vectors, and as many as a processor turns the weights into panels for.
+    let cases = quantized_types()
+        .into_iter()
+        .flat_map(|dtype| [(dtype, 5, 2), (dtype, 64, 67)]);
+    for (dtype, rows, columns) in cases {
+        let x = numbers(columns * SIDE, 1);
+        let (bytes, weights) = quantized(dtype, &numbers(rows * SIDE, 2), SIDE);
+        let given: Given<'_> = ("w", &[rows, SIDE], dtype.to_ggml(), bytes);
         let checkpoint = open(folder.path(), &[given]);
         for convert in [None, Some(DType::F32), Some(DType::F16)] {
             let declarations = Declarations::new(&checkpoint, options(convert));
-            let weight = declarations.root().param("w", [ROWS, SIDE], Role::Matrix);
+            let weight = declarations.root().param("w", [rows, SIDE], Role::Matrix);
             let params = declarations.finish().unwrap();
             assert_eq!(weight.dtype(), convert.unwrap_or(dtype));
 
@@ -112,7 +115,7 @@ fn a_quantised_matrix_multiplies_as_its_numbers_do() {
             let converted = convert.map_or(0, |_| weight.bytes() as u64);
             assert_eq!(report.converted, converted);
             let mut plan = Plan::build(&backend, |g| {
-                let x = g.input::<f32>("x", [2, SIDE]);
+                let x = g.input::<f32>("x", [columns, SIDE]);
                 g.output("y", x.matmul_transposed(g.param(&weight)));
             })
             .unwrap();
@@ -128,8 +131,8 @@ fn a_quantised_matrix_multiplies_as_its_numbers_do() {
                 _ => 0.5 / 127.0 + 1.0 / 2048.0,
             };
             for (at, &is) in y.iter().enumerate() {
-                let row = &weights[at % ROWS * SIDE..][..SIDE];
-                let x = &x[at / ROWS * SIDE..][..SIDE];
+                let row = &weights[at % rows * SIDE..][..SIDE];
+                let x = &x[at / rows * SIDE..][..SIDE];
                 let pairs = || {
                     row.iter()
                         .zip(x)
