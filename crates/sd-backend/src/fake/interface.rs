@@ -490,6 +490,7 @@ unsafe extern "C" fn get_tensor(
         let into = data.cast::<u8>();
         let fake = block(buffer).fake;
         let place = (*tensor).data as usize + offset;
+        fake.lock().counts.downloaded += size as u64;
         fake.misused(fake.lock_waiting().touches(place, size));
         into.copy_from_nonoverlapping((*tensor).data.cast::<u8>().add(offset), size);
         if block(buffer).reads_wrong && size > 0 {

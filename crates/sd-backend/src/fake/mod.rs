@@ -125,6 +125,8 @@ pub struct FakeCounts {
     pub pinned_bytes: usize,
     /// Bytes that were copied to it, queued ones included.
     pub uploaded: u64,
+    /// Bytes that were copied from it.
+    pub downloaded: u64,
     /// Queues that are alive.
     pub queues: usize,
     /// Memory, events and queues that were given up, and memory that was read or written past the queues, while something

@@ -8,6 +8,7 @@
 )]
 
 mod corpus;
+mod counts;
 mod editing;
 mod fixtures;
 #[path = "../../../sd-graph/tests/it/gguf_file.rs"]
