@@ -1,10 +1,11 @@
 """What diffusers takes for the calls that the program `step` did last: the same weights, the same inputs.
 
-    cargo run --release -p sd-benches --bin step -- --device CUDA0 --backends DIR --folder /dev/shm/step
+    cargo xtask bench step --device CUDA0 --backends DIR --folder /dev/shm/step
     python benches/peers/step.py --folder /dev/shm/step --device cuda --type bfloat16
 
 Prints a line for each case with seconds of a call (median) and of processor time, the ratios of `step`'s to them, and the relative
-error (Euclidean norm) of `step`'s velocity against this one. Bytes on a GPU are the most that torch's allocator held.
+error (Euclidean norm) of `step`'s velocity against this one. Bytes on a GPU are the most that torch's allocator held. The same goes to
+`peer.json`.
 """
 
 import argparse
@@ -64,10 +65,12 @@ def main():
         seconds, busy, velocity, most = done[key]
         theirs = torch.from_numpy(numpy.fromfile(arguments.folder / case["velocity"], dtype=numpy.float32)).view_as(velocity)
         error = ((theirs - velocity).norm() / velocity.norm()).item()
+        case.update(peer_seconds=seconds, peer_bytes=most, error=error)
         print(
             f"{case['size']:>6} {case['references']:>10} {case['prefix']:>8} {seconds:9.4f} {busy:9.4f} {case['type']:>8} "
             f"{case['seconds'] / seconds:9.3f} {case['processor_seconds'] / busy:7.3f} {error:9.1e} {most >> 20:>9}"
         )
+    (arguments.folder / "peer.json").write_text(json.dumps({"program": "diffusers", "device": device, "type": arguments.type, "cases": last["cases"]}))
 
 
 def measure(model, arguments, last, size, references, is_cached):

@@ -1,6 +1,6 @@
 """What diffusers takes for what the program `vae` did last: the same files, the same input, the same threads.
 
-    cargo run --release -p sd-benches --bin vae -- --model wan21 --size 832x480 --frames 17 --folder /tmp/vae
+    cargo xtask bench vae --model wan21 --size 832x480 --frames 17 --folder /tmp/vae
     python benches/peers/vae.py --folder /tmp/vae
 
 Prints one JSON object as `vae` does, with the relative error (Euclidean norm) of the results of `vae` against these. Bytes on a

@@ -1,5 +1,6 @@
 //! Development tasks of the workspace: `cargo xtask --help`.
 
+mod bench;
 mod bindgen;
 mod shared;
 mod vendor;
@@ -27,6 +28,8 @@ enum Task {
     },
     /// Copies ggml's source, our patches and ggml's licence into sd-ggml-sys, before it is packaged.
     Vendor,
+    /// Builds the benchmarks as one program and runs it: loading, planning, steps, decoding, streaming.
+    Bench(bench::Arguments),
     /// Pins the source that the stub manifest now names, after an upgrade of it.
     Pin,
 }
@@ -36,6 +39,7 @@ fn main() -> Result<()> {
     let workspace = Workspace::find()?;
     match arguments.task {
         Task::Bindgen { check } => bindgen::run(&workspace, check),
+        Task::Bench(arguments) => bench::run(&workspace, &arguments),
         Task::Vendor => vendor::copy(&workspace),
         Task::Pin => vendor::pin(&workspace),
     }

@@ -15,7 +15,7 @@ pub enum Convolution {
 /// Where patches are taken although the device has an operation of its own: the backend, the type of the kernel, and the most
 /// bytes of patches, since speed is not worth any amount of memory.
 ///
-/// Measured by `cargo run --release -p sd-benches --bin conv`, whose figures docs/wan_vae.md has. A Xeon of 2 cores with AVX-512
+/// Measured by `cargo xtask bench conv`, whose figures docs/wan_vae.md has. A Xeon of 2 cores with AVX-512
 /// multiplies patches 1.15 to 1.4 times as fast as its own operation convolves with kernels in single precision, and with
 /// kernels in half precision no faster. An H200 is 4 to 27 times as fast with patches in single precision, and 1.2 to 1.6 times
 /// in half precision for the smaller pictures.

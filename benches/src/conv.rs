@@ -1,7 +1,7 @@
 //! What a convolution of pictures costs by the way that it is computed, for the shapes of the VAEs' decoders.
 //!
 //! ```sh
-//! cargo run --release -p sd-benches --bin conv -- --device CUDA0 --backends DIR
+//! cargo xtask bench conv --device CUDA0 --backends DIR
 //! ```
 //!
 //! Ways: `direct`, ggml's own operation; `patches`, its patches (`im2col`) times the kernel; `taps`, the sum of nine products of
@@ -14,14 +14,14 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
-use clap::Parser;
+use clap::Args;
 use sd_backend::{Backend, BackendOptions, DType, Device};
 use sd_graph::{Cancel, Convolution, Graph, Plan, Tensor};
 use sd_models::noise;
 
 /// What convolutions cost.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Device to run on.
     #[arg(long, default_value = "cpu")]
     device: String,
@@ -64,8 +64,8 @@ const WAYS: [(&str, Way); 3] = [
     ("taps", Way::Taps),
 ];
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// Prints the table.
+pub fn run(arguments: &Arguments) -> Result<()> {
     if let Some(folder) = &arguments.backends {
         Device::load_backends(folder)?;
     }
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
         for dtype in [DType::F32, DType::F16] {
             print!("{input:>6} {output:>6} {side:>6} {dtype:>5}");
             for (_, way) in WAYS {
-                match measure(&arguments, device, [input, output, side], dtype, way) {
+                match measure(arguments, device, [input, output, side], dtype, way) {
                     Ok((seconds, bytes)) => {
                         let operations = (2 * 9 * input * output * side * side) as f64;
                         print!(" {:>9.1} {:>6}", operations / seconds / 1e9, bytes >> 20);

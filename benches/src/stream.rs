@@ -3,7 +3,7 @@
 //! the host's memory, pinned where the device offers that, and from the disk.
 //!
 //! ```sh
-//! cargo run --release -p sd-benches --bin stream -- --device CUDA0 --backends DIR
+//! cargo xtask bench stream --device CUDA0 --backends DIR
 //! ```
 //!
 //! Each line is a budget for the device: where the other weights come from, seconds for one call (median of `--runs` after
@@ -16,49 +16,55 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::Args;
 use sd_backend::{
     Backend, BackendOptions, Bytes, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Residence,
 };
-use sd_benches::transformer;
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, RunReport,
+    Weights,
 };
 use sd_models::qwen_image_2_1::{Layout, Transformer, TransformerConfig, timestep_embedding};
 
+use crate::results::median;
+use crate::transformer;
+
 /// What streaming weights costs.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Device to run on.
     #[arg(long, default_value = "auto")]
-    device: String,
+    pub device: String,
     /// Folder of backends to load first.
     #[arg(long)]
-    backends: Option<PathBuf>,
+    pub backends: Option<PathBuf>,
     /// Where to write the checkpoint.
     #[arg(long, default_value_os_t = std::env::temp_dir().join("sd-stream.safetensors"))]
-    file: PathBuf,
+    pub file: PathBuf,
     /// Blocks of the transformer.
     #[arg(long, default_value_t = 32)]
-    blocks: usize,
+    pub blocks: usize,
     /// Sides of the picture in pixels.
     #[arg(long, default_value_t = 1024)]
-    size: usize,
+    pub size: usize,
     /// Tokens of text.
     #[arg(long, default_value_t = 64)]
-    text: usize,
+    pub text: usize,
+    /// Threads that compute on the processor; as the engine chooses unless given.
+    #[arg(long)]
+    pub threads: Option<usize>,
     /// Calls that are measured.
     #[arg(long, default_value_t = 5)]
-    runs: usize,
+    pub runs: usize,
     /// Where the weights come from that the budget has no room for: `host`, `disk`.
     #[arg(long, value_delimiter = ',', value_parser = residence, default_value = "host,disk")]
-    from: Vec<Residence>,
+    pub from: Vec<Residence>,
     /// Leave out the line with all weights on the device, where they do not fit.
     #[arg(long)]
-    without_resident: bool,
+    pub without_resident: bool,
     /// Parts of the weights that the budgets have room for, beside all.
     #[arg(long, value_delimiter = ',', default_values_t = [50, 25, 10])]
-    percent: Vec<u64>,
+    pub percent: Vec<u64>,
 }
 
 fn residence(text: &str) -> Result<Residence, String> {
@@ -67,8 +73,32 @@ fn residence(text: &str) -> Result<Residence, String> {
         .ok_or_else(|| "weights come from `host` or `disk`".to_owned())
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// What one call took with one budget.
+#[derive(Debug)]
+pub struct Call {
+    /// Where the other weights came from.
+    pub residence: Residence,
+    /// The part of the weights that the budget had room for, in percent.
+    pub percent: u64,
+    /// The budget, in bytes.
+    pub budget: u64,
+    /// Seconds of each call.
+    pub seconds: Vec<f64>,
+    /// What the last one did.
+    pub report: RunReport,
+}
+
+/// Prints the lines, and removes the checkpoint.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    measure_all(arguments, |_, _, error| Err(error))?;
+    Ok(std::fs::remove_file(&arguments.file)?)
+}
+
+/// Prints the lines, and returns what is in them; `refused` hears of a budget that could not be measured, and decides whether to go on.
+pub fn measure_all(
+    arguments: &Arguments,
+    mut refused: impl FnMut(Residence, u64, anyhow::Error) -> Result<()>,
+) -> Result<Vec<Call>> {
     if let Some(folder) = &arguments.backends {
         Device::load_backends(folder)?;
     }
@@ -105,30 +135,32 @@ fn main() -> Result<()> {
     );
     let case = |residence, percent, resident| {
         let case = (residence, percent, resident);
-        measure(&arguments, &config, &checkpoint, device, case)
+        measure(arguments, &config, &checkpoint, device, case)
     };
-    let mut first = match arguments.without_resident {
-        true => None,
-        false => Some(case(Residence::Device, 100, None)?),
-    };
+    let mut calls: Vec<Call> = Vec::new();
+    if !arguments.without_resident {
+        calls.push(case(Residence::Device, 100, None)?);
+    }
     for &residence in &arguments.from {
         for &percent in &arguments.percent {
-            let call = case(residence, percent, first)?;
-            first = first.or(Some(call));
+            let first = calls.first().map(|call| median(&call.seconds));
+            match case(residence, percent, first) {
+                Ok(call) => calls.push(call),
+                Err(error) => refused(residence, percent, error)?,
+            }
         }
     }
-    std::fs::remove_file(&arguments.file)?;
-    Ok(())
+    Ok(calls)
 }
 
-/// Prints the line of one budget, for weights that live there, and returns the seconds of one call.
+/// Prints the line of one budget, for weights that live there, and returns what is in it.
 fn measure(
     arguments: &Arguments,
     config: &TransformerConfig,
     checkpoint: &Checkpoint,
     device: Device,
     (residence, percent, resident): (Residence, u64, Option<f64>),
-) -> Result<f64> {
+) -> Result<Call> {
     let declarations = Declarations::new(checkpoint, LoadOptions::default());
     let module = Transformer::new(&declarations.root(), config);
     let mut weights = Weights::new(checkpoint.clone(), declarations.finish()?);
@@ -150,7 +182,11 @@ fn measure(
     let budget = compute + weights.bytes() * percent / 100 + (64 << 20);
     let budgets = MemoryBudgets::default().with(&device.name(), MemoryBudget::Bytes(budget));
     let ledger = Ledger::new(budgets);
-    let mut backend = Backend::new(device, &BackendOptions::default().ledger(&ledger))?;
+    let mut options = BackendOptions::default().ledger(&ledger);
+    if let Some(threads) = arguments.threads {
+        options = options.threads(threads);
+    }
+    let mut backend = Backend::new(device, &options)?;
     let cancel = Cancel::new();
     let begin = Instant::now();
     weights.live(residence, Mapping::Auto);
@@ -181,8 +217,7 @@ fn measure(
             last = Some(report);
         }
     }
-    seconds.sort_by(f64::total_cmp);
-    let call = seconds[seconds.len() / 2];
+    let call = median(&seconds);
     let report = last.context("no run")?;
     anyhow::ensure!(
         report.most.total() <= budget,
@@ -204,5 +239,11 @@ fn measure(
         report.segments,
         loading
     );
-    Ok(call)
+    Ok(Call {
+        residence,
+        percent,
+        budget,
+        seconds,
+        report,
+    })
 }

@@ -1,11 +1,14 @@
 //! Building rotary embeddings for a picture of 1024x1024 pixels with three references of the same size and 512 tokens of
 //! text. `tools/reference/bench_rope.py` measures the same in diffusers.
 
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(
+    clippy::unwrap_used,
+    reason = "what criterion calls returns nothing, and a measurement that fails must end the program"
+)]
 
 use std::hint::black_box;
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::Criterion;
 use sd_backend::{Backend, BackendOptions, Device};
 use sd_graph::{Cancel, Graph, Pairing, Plan};
 use sd_models::rope::{
@@ -13,6 +16,12 @@ use sd_models::rope::{
 };
 
 const TEXT: usize = 512;
+
+/// Measures all of it.
+pub fn measure(criterion: &mut Criterion) {
+    families(criterion);
+    applied(criterion);
+}
 
 fn families(criterion: &mut Criterion) {
     // Eight pixels to a latent, two by two latents to a token; in FLUX.2 and Qwen-Image 2.1 sixteen pixels to both.
@@ -79,6 +88,3 @@ fn applied(criterion: &mut Criterion) {
         }
     }
 }
-
-criterion_group!(benches, families, applied);
-criterion_main!(benches);

@@ -2,7 +2,7 @@
 //! are made on the spot. `peers/vae.py` does the same with diffusers on the same files, and compares the results.
 //!
 //! ```sh
-//! cargo run --release -p sd-benches --bin vae -- --model wan21 --size 832x480 --frames 17 --folder /tmp/vae
+//! cargo xtask bench vae --model wan21 --size 832x480 --frames 17 --folder /tmp/vae
 //! python benches/peers/vae.py --folder /tmp/vae --threads 2
 //! ```
 //!
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use clap::{Parser, ValueEnum};
+use clap::{Args, ValueEnum};
 use sd_backend::{Backend, BackendOptions, DType, Device, Ledger, MemoryBudgets, MemoryKind};
 use sd_graph::{Cancel, LoadOptions};
 use sd_models::noise;
@@ -26,54 +26,57 @@ use sd_models::wan_vae::{Clip, Latents, Tiling, WanVae, Work};
 use serde_json::{Value, json};
 
 /// What a VAE takes.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Shape of the VAE.
     #[arg(long, default_value = "qwen21")]
-    model: Model,
+    pub model: Model,
     /// Device to run on.
     #[arg(long, default_value = "cpu")]
-    device: String,
+    pub device: String,
     /// Folder of backends to load first.
     #[arg(long)]
-    backends: Option<PathBuf>,
+    pub backends: Option<PathBuf>,
     /// Where the checkpoint and the results are kept.
     #[arg(long, default_value_os_t = std::env::temp_dir().join("sd-vae"))]
-    folder: PathBuf,
+    pub folder: PathBuf,
     /// Width and height in pixels.
     #[arg(long, default_value = "512x512", value_parser = size)]
-    size: (usize, usize),
+    pub size: (usize, usize),
     /// Frames of the clip.
     #[arg(long, default_value_t = 1)]
-    frames: usize,
+    pub frames: usize,
     /// Encode instead of decoding.
     #[arg(long)]
-    encode: bool,
+    pub encode: bool,
     /// Type of the kernels in memory: f32 or f16.
     #[arg(long, default_value = "f32", value_parser = sd_graph::weight_type)]
-    weight_type: DType,
+    pub weight_type: DType,
     /// Squares of so many pixels, `auto` for those that fit, or `whole`.
     #[arg(long, default_value = "whole")]
-    tile: String,
+    pub tile: String,
     /// Memory that may be used.
     #[arg(long, default_value = "auto")]
-    memory_budget: MemoryBudgets,
+    pub memory_budget: MemoryBudgets,
     /// Threads that compute on the processor.
     #[arg(long, default_value_t = 2)]
-    threads: usize,
+    pub threads: usize,
     /// Say how much memory it would take, and do nothing.
     #[arg(long)]
-    plan: bool,
+    pub plan: bool,
     /// Runs that are measured, after one to warm up.
     #[arg(long, default_value_t = 3)]
-    runs: usize,
+    pub runs: usize,
 }
 
 /// A published VAE.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Model {
+pub enum Model {
+    /// WAN 2.1's.
     Wan21,
+    /// WAN 2.2's.
     Wan22,
+    /// Qwen-Image 2.1's.
     Qwen21,
 }
 
@@ -82,14 +85,14 @@ impl Model {
     fn table(self) -> Result<Value> {
         let text = match self {
             Model::Wan21 => {
-                include_str!("../../../crates/sd-models/tests/fixtures/published/wan21_vae.json")
+                include_str!("../../crates/sd-models/tests/fixtures/published/wan21_vae.json")
             }
             Model::Wan22 => {
-                include_str!("../../../crates/sd-models/tests/fixtures/published/wan22_vae.json")
+                include_str!("../../crates/sd-models/tests/fixtures/published/wan22_vae.json")
             }
-            Model::Qwen21 => include_str!(
-                "../../../crates/sd-models/tests/fixtures/published/qwenimage21_vae.json"
-            ),
+            Model::Qwen21 => {
+                include_str!("../../crates/sd-models/tests/fixtures/published/qwenimage21_vae.json")
+            }
         };
         Ok(serde_json::from_str(text)?)
     }
@@ -102,8 +105,8 @@ fn size(text: &str) -> Result<(usize, usize), String> {
     sides.ok_or_else(|| "WIDTHxHEIGHT is expected".to_owned())
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// Prints what was asked for as one JSON object, and returns it.
+pub fn run(arguments: &Arguments) -> Result<Value> {
     if let Some(folder) = &arguments.backends {
         Device::load_backends(folder)?;
     }
@@ -143,15 +146,13 @@ fn main() -> Result<()> {
                 vae.fit_decoding(&backend, frames, (height / scale, width / scale), work)?
             }
         };
-        println!(
-            "{}",
-            json!({
-                "bytes": fit.bytes,
-                "tile": fit.tile.map(|tile| tile * scale),
-                "smallest": fit.smallest,
-            })
-        );
-        return Ok(());
+        let report = json!({
+            "bytes": fit.bytes,
+            "tile": fit.tile.map(|tile| tile * scale),
+            "smallest": fit.smallest,
+        });
+        println!("{report}");
+        return Ok(report);
     }
     let input = match arguments.encode {
         true => clip([arguments.frames, config.channels(), height, width], 0.5),
@@ -214,7 +215,7 @@ fn main() -> Result<()> {
     told["folder"] = folder.display().to_string().into();
     fs::write(arguments.folder.join("last.json"), told.to_string())?;
     println!("{report}");
-    Ok(())
+    Ok(report)
 }
 
 /// Random numbers around 0, the same each time.

@@ -2,7 +2,7 @@
 //! beside them the same file loaded by other programs in the same run.
 //!
 //! ```sh
-//! cargo run --release -p sd-benches --bin memory -- --gib 4 --python python3
+//! cargo xtask bench memory --gib 4 --python python3
 //! ```
 //!
 //! Each line is one process: seconds until the weights may be used, seconds of the first and of the second product with
@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use clap::Parser;
+use clap::Args;
 use sd_backend::{Backend, BackendOptions, Bytes, DType, Device, Ledger, Mapping, MemoryKind};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, LoadOptions, LoadPlan, Param, Plan, Progress, Role,
@@ -35,8 +35,8 @@ const WAYS: [(&str, Mapping, Option<DType>); 4] = [
 ];
 
 /// What loading costs, beside other programs.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Size of the checkpoint in GiB.
     #[arg(long, default_value_t = 4)]
     gib: usize,
@@ -63,10 +63,10 @@ struct Arguments {
     way: Option<usize>,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// Prints the table; each of its lines is a process of this program.
+pub fn run(arguments: &Arguments) -> Result<()> {
     if let Some(way) = arguments.way {
-        return load(&arguments, way);
+        return load(arguments, way);
     }
     write(&arguments.file, arguments.gib)?;
     println!(
@@ -84,29 +84,30 @@ fn main() -> Result<()> {
         if dtype == &Some(DType::F32) && arguments.gib > 2 {
             continue;
         }
-        prepare(&arguments)?;
+        prepare(arguments)?;
         let mut command = Command::new(std::env::current_exe()?);
         command
-            .args(["--way", &way.to_string(), "--device", &arguments.device])
+            .args(["memory", "--way", &way.to_string()])
+            .args(["--device", &arguments.device])
             .arg("--file")
             .arg(&arguments.file);
         if let Some(folder) = &arguments.backends {
             command.arg("--backends").arg(folder);
         }
-        run(&format!("sd, {name}"), &mut command)?;
+        line(&format!("sd, {name}"), &mut command)?;
     }
     if let Some(python) = &arguments.python {
         for (name, how) in [
             ("safetensors load_file", "file"),
             ("safetensors load", "bytes"),
         ] {
-            prepare(&arguments)?;
+            prepare(arguments)?;
             let mut command = Command::new(python);
             command
                 .args(["-c", PYTHON, how])
                 .arg(&arguments.file)
                 .arg(&arguments.torch_device);
-            run(&format!("torch, {name}"), &mut command)?;
+            line(&format!("torch, {name}"), &mut command)?;
         }
     }
     std::fs::remove_file(&arguments.file)?;
@@ -139,7 +140,7 @@ print(load, first, second, kib('RssAnon'), kib('RssFile') + kib('RssShmem'), 0)
 ";
 
 /// Runs a process that prints its figures, and prints them as one line of the table.
-fn run(name: &str, command: &mut Command) -> Result<()> {
+fn line(name: &str, command: &mut Command) -> Result<()> {
     let output = command.output().with_context(|| name.to_owned())?;
     let text = String::from_utf8_lossy(&output.stdout);
     let figures: Vec<f64> = text

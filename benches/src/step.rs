@@ -3,7 +3,7 @@
 //! on the same file, and compares the results.
 //!
 //! ```sh
-//! cargo run --release -p sd-benches --bin step -- --device CUDA0 --backends DIR --folder /dev/shm/step
+//! cargo xtask bench step --device CUDA0 --backends DIR --folder /dev/shm/step
 //! python benches/peers/step.py --folder /dev/shm/step --device cuda --type bfloat16
 //! ```
 //!
@@ -17,9 +17,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use clap::Parser;
+use clap::Args;
 use sd_backend::{Backend, BackendOptions, DType, Device, Ledger, MemoryBudgets, MemoryKind};
-use sd_benches::transformer;
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Graph, LoadOptions, Plan, Progress, RunReport, RunnerCache,
     load,
@@ -29,46 +28,48 @@ use sd_models::qwen_image_2_1::{
 };
 use serde_json::{Value, json};
 
+use crate::transformer;
+
 /// What a call of the transformer takes.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Device to run on.
     #[arg(long, default_value = "auto")]
-    device: String,
+    pub device: String,
     /// Folder of backends to load first.
     #[arg(long)]
-    backends: Option<PathBuf>,
+    pub backends: Option<PathBuf>,
     /// Where the checkpoint and the results are kept.
     #[arg(long, default_value_os_t = std::env::temp_dir().join("sd-step"))]
-    folder: PathBuf,
+    pub folder: PathBuf,
     /// Blocks of the transformer.
     #[arg(long, default_value_t = 32)]
-    blocks: usize,
+    pub blocks: usize,
     /// Sides of the picture in pixels.
     #[arg(long, value_delimiter = ',', default_values_t = [512, 1024])]
-    size: Vec<usize>,
+    pub size: Vec<usize>,
     /// Tokens of text.
     #[arg(long, default_value_t = 64)]
-    text: usize,
+    pub text: usize,
     /// Reference pictures of the same size.
     #[arg(long, value_delimiter = ',', default_values_t = [0])]
-    references: Vec<usize>,
+    pub references: Vec<usize>,
     /// Types of the weights in memory.
     #[arg(long, value_delimiter = ',', value_parser = sd_graph::weight_type, default_values_t = [DType::BF16])]
-    weight_type: Vec<DType>,
+    pub weight_type: Vec<DType>,
     /// Types that keys and values of the prefix are kept in, beside not keeping them.
     #[arg(long, value_delimiter = ',', value_parser = sd_graph::weight_type, default_values_t = [DType::F32])]
-    prefix: Vec<DType>,
+    pub prefix: Vec<DType>,
     /// Threads that compute on the processor.
     #[arg(long, default_value_t = 2)]
-    threads: usize,
+    pub threads: usize,
     /// Calls that are measured, after one to warm up.
     #[arg(long, default_value_t = 5)]
-    runs: usize,
+    pub runs: usize,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// Prints the lines, writes `last.json`, and returns what is in it.
+pub fn run(arguments: &Arguments) -> Result<Value> {
     if let Some(folder) = &arguments.backends {
         Device::load_backends(folder)?;
     }
@@ -91,10 +92,10 @@ fn main() -> Result<()> {
     );
     let mut cases: Vec<Value> = Vec::new();
     for &dtype in &arguments.weight_type {
-        let loaded = Loaded::new(&arguments, &config, &checkpoint, device, dtype)?;
+        let loaded = Loaded::new(arguments, &config, &checkpoint, device, dtype)?;
         for &size in &arguments.size {
             for &references in &arguments.references {
-                cases.extend(loaded.measure(&arguments, size, references)?);
+                cases.extend(loaded.measure(arguments, size, references)?);
             }
         }
     }
@@ -107,7 +108,7 @@ fn main() -> Result<()> {
     });
     let text = serde_json::to_string_pretty(&last)?;
     std::fs::write(arguments.folder.join("last.json"), text)?;
-    Ok(())
+    Ok(last)
 }
 
 /// The transformer with its weights in one type.
