@@ -28,6 +28,7 @@ use sd_models::qwen_image_2_1::{
 };
 use serde_json::{Value, json};
 
+use crate::results::median;
 use crate::transformer;
 
 /// What a call of the transformer takes.
@@ -195,7 +196,7 @@ impl Loaded<'_> {
                 "the result is no finite number"
             );
             let runs = seconds.clone();
-            let (median, busy) = (median(seconds), median(busy));
+            let (median, busy) = (median(&seconds), median(&busy));
             let kept = kept.map_or("off".to_owned(), |dtype| dtype.to_string());
             let name = format!("velocity-{}-{size}-{references}-{kept}.f32", self.dtype);
             write(&arguments.folder.join(&name), &velocity)?;
@@ -279,12 +280,6 @@ impl Inputs {
             text: transformer::numbers(text, 1),
         }
     }
-}
-
-/// The middle one, or 0 without any.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
 /// Processor time that this process has used, all threads together, in steps of a hundredth; 0 elsewhere than on Linux.

@@ -70,7 +70,9 @@ pub fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<(
     if path.metadata().is_ok_and(|found| found.len() == bytes) {
         return Ok(());
     }
-    let mut file = BufWriter::with_capacity(1 << 22, File::create(path)?);
+    // Under another name first: whoever has an older one open keeps it.
+    let part = path.with_extension("part");
+    let mut file = BufWriter::with_capacity(1 << 22, File::create(&part)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;
     file.write_all(&header)?;
     let mut state = 1_u32;
@@ -87,5 +89,5 @@ pub fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<(
         offset -= part;
     }
     file.flush()?;
-    Ok(())
+    Ok(std::fs::rename(part, path)?)
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long diffusers takes for the rotary embeddings that `cargo bench -p sd-benches --bench rope` builds.
+"""How long diffusers takes for the rotary embeddings that `cargo xtask bench --filter rope` builds.
 
     python bench_rope.py [THREADS]
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use sd_benches::results::Results;
-use sd_benches::{conv, groups, memory, plot, step, stream, table, vae};
+use sd_benches::{conv, groups, memory, plot, quality, step, stream, table, vae};
 
 /// Measures the engine, and judges nothing: the exit code says whether it could be measured.
 #[derive(Debug, Parser)]
@@ -47,6 +47,8 @@ enum Question {
     Conv(conv::Arguments),
     /// What loading costs, beside other programs.
     Memory(memory::Arguments),
+    /// How many pictures of the tiny checkpoint show what was asked for.
+    Quality(quality::Arguments),
 }
 
 fn main() -> Result<()> {
@@ -57,6 +59,7 @@ fn main() -> Result<()> {
         Some(Question::Vae(arguments)) => vae::run(arguments).map(drop),
         Some(Question::Conv(arguments)) => conv::run(arguments),
         Some(Question::Memory(arguments)) => memory::run(arguments),
+        Some(Question::Quality(arguments)) => quality::run(arguments),
         None => measure(&arguments),
     }
 }

@@ -2,17 +2,17 @@
 //! that is clear. diffusers draws the same prompts from the same seeds beside it (`peers/quality.py`), and one judge looks at both.
 //!
 //! ```sh
-//! cargo run -p sd-benches --bin quality -- --model models/tiny-qwen-image-2.1 --python python3
+//! cargo xtask bench quality --model models/tiny-qwen-image-2.1 --python python3
 //! ```
 //!
 //! Each of eight colours is asked for on each of the other seven as background, and on a clear one. Pictures stay in `--folder`.
 #![allow(clippy::print_stdout)]
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use clap::Parser;
+use clap::Args;
 use sd_graph::Progress;
 use sd_models::{Image, Pipeline, PrefixCache, Request};
 use serde_json::json;
@@ -42,8 +42,8 @@ const CLEAR: usize = COLOURS.len();
 const SPECK: usize = 12;
 
 /// How many pictures show what was asked for.
-#[derive(Debug, Parser)]
-struct Arguments {
+#[derive(Debug, Args)]
+pub struct Arguments {
     /// Folder of the tiny checkpoint.
     #[arg(long)]
     model: PathBuf,
@@ -83,11 +83,11 @@ struct Task {
     background: usize,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+/// Draws, and prints what was counted.
+pub fn run(arguments: &Arguments) -> Result<()> {
     std::fs::create_dir_all(&arguments.folder)?;
     let tasks = tasks();
-    let ours = draw(&arguments, &tasks)?;
+    let ours = draw(arguments, &tasks)?;
     println!(
         "{:>10} {:>8} {:>7} {:>11} {:>12} {:>4}",
         "", "pictures", "colour", "background", "transparency", "all"
@@ -96,7 +96,8 @@ fn main() -> Result<()> {
     let Some(python) = &arguments.python else {
         return Ok(());
     };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/quality.py");
+    let script = arguments.folder.join("peer.py");
+    std::fs::write(&script, include_str!("../peers/quality.py"))?;
     let status = Command::new(python)
         .arg(script)
         .args([&arguments.folder, &arguments.model])
