@@ -355,6 +355,7 @@ impl Harness<'_> {
                 ("weights", "weight_bytes"),
                 ("compute", "compute_bytes"),
                 ("cache", "cache_bytes"),
+                ("mapping", "mapping_bytes"),
             ] {
                 case.peak_bytes.insert(kind.to_owned(), number(key));
             }

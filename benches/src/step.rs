@@ -212,6 +212,7 @@ impl Loaded<'_> {
                 "seconds": median, "processor_seconds": busy, "runs": runs, "velocity": name, "nodes": plan.nodes(),
                 "most_bytes": most.total(), "weight_bytes": most.of(MemoryKind::Weights),
                 "compute_bytes": most.of(MemoryKind::Compute), "cache_bytes": most.of(MemoryKind::Cache),
+                "mapping_bytes": most.of(MemoryKind::Mapping),
             }));
         }
         Ok(cases)

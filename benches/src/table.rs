@@ -34,9 +34,12 @@ pub fn markdown(results: &Results, baseline: Option<&Results>) -> String {
     text.push('\n');
     for case in &results.cases {
         let seconds = case.seconds;
-        let bytes = |kind: &str| {
-            let held = case.peak_bytes.get(kind).filter(|&&held| held > 0);
-            held.map_or(String::new(), |&held| Bytes(held).to_string())
+        let bytes = |kinds: &[&str]| {
+            let held = kinds.iter().filter_map(|&kind| case.peak_bytes.get(kind));
+            match held.sum() {
+                0 => String::new(),
+                held => Bytes(held).to_string(),
+            }
         };
         let _ = write!(
             text,
@@ -46,8 +49,9 @@ pub fn markdown(results: &Results, baseline: Option<&Results>) -> String {
             short(seconds.median),
             short(seconds.low),
             short(seconds.high),
-            bytes("total"),
-            bytes("weights"),
+            bytes(&["total"]),
+            // In place or copied.
+            bytes(&["weights", "mapping"]),
         );
         if let Some(baseline) = baseline {
             let other = baseline.case(&case.group, &case.name);

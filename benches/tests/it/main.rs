@@ -43,8 +43,8 @@ fn ratios_are_to_the_baseline_and_to_peers_of_the_same_case() {
     assert_eq!(cell(&changed, 2), "0.25");
     assert_eq!(cell(&lost, 2), "");
     assert_eq!(cell("| step: 1024, bf16 |", 2), "1.00");
-    assert_eq!(cell("| step: 1024, bf16 |", 1), "0.1408");
-    assert_eq!(cell("| step: 1024, bf16 |", 0), "0.87");
+    assert_eq!(cell("| step: 1024, bf16 |", 1), "0.1410");
+    assert_eq!(cell("| step: 1024, bf16 |", 0), "0.86");
     assert_eq!(cell("| stream: 1024, 10 % from host |", 0), "");
     // As many cells in each line as there are in the head.
     let cells = |line: &str| line.matches('|').count();
