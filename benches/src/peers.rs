@@ -127,7 +127,7 @@ pub fn vae(peers: &Peers, folder: &Path, device: Device, name: &str) -> Found {
 /// Steps of a picture that stable-diffusion.cpp is asked for. Its first call is in the time that it tells.
 const STEPS: usize = 8;
 
-/// What stable-diffusion.cpp takes for one of [`STEPS`] steps of pictures as large as those of `cases`, in the type that its own files
+/// What stable-diffusion.cpp takes for one of `STEPS` steps of pictures as large as those of `cases`, in the type that its own files
 /// have: it stands beside the first of our types.
 ///
 /// # Errors
