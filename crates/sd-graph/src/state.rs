@@ -51,11 +51,9 @@ impl State {
 
     /// Bytes of its values.
     pub fn bytes(&self) -> usize {
-        let element = match self.param.dtype() {
-            DType::F16 => 2,
-            _ => 4,
-        };
-        self.shape().elements() * element
+        // Numbers in F32 or F16 fill no blocks, so that there is an answer for any count.
+        let bytes = self.param.dtype().row_bytes(self.shape().elements());
+        bytes.unwrap_or(usize::MAX)
     }
 
     /// The shape, outermost first.

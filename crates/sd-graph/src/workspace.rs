@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::graph::TensorId;
 use crate::layout::{Part, Tenant, place};
 use crate::lower::Lowered;
-use crate::raw::RawTensor;
+use crate::raw::{RawTensor, bytes_on};
 
 /// Operations whose result may be computed in the place of an operand of the same layout that nobody needs afterwards: each
 /// element of it is made of elements of the operands at that place, or of rows that are read before they are written.
@@ -62,6 +62,9 @@ impl Layout {
         let nodes = lowered.tensors();
         let end = nodes.len();
         let alignment = Buffer::alignment(backend.device());
+        // With what an operation needs beside its result.
+        // SAFETY: all tensors live in the arena of `lowered`.
+        let needed = |tensor| unsafe { bytes_on(tensor, backend.device()) };
 
         let mut last_uses: HashMap<RawTensor, usize> = HashMap::new();
         for (index, &node) in nodes.iter().enumerate() {
@@ -87,7 +90,7 @@ impl Layout {
                     tenant.push(Part {
                         first: 0,
                         last: last_use(leaf),
-                        bytes: needed(backend, leaf).next_multiple_of(alignment),
+                        bytes: needed(leaf).next_multiple_of(alignment),
                     });
                     tenants.push(tenant);
                 }
@@ -101,7 +104,7 @@ impl Layout {
                 tenants.len() - 1
             });
             homes.insert(node, home);
-            let (all, own) = (needed(backend, node), own_bytes(node));
+            let (all, own) = (needed(node), own_bytes(node));
             let last = last_use(node);
             let mut push = |first, last, bytes: usize| {
                 tenants[home].push(Part {
@@ -284,13 +287,4 @@ fn is_quantized(tensor: RawTensor) -> bool {
 fn own_bytes(tensor: RawTensor) -> usize {
     // SAFETY: the tensor is live.
     unsafe { sys::ggml_nbytes(tensor.as_ptr()) }
-}
-
-/// Bytes that the driver wants for a tensor, with what its operation needs beside the result.
-fn needed(backend: &Backend, tensor: RawTensor) -> usize {
-    // SAFETY: the tensor is live, and devices with their types of buffers live for ever.
-    unsafe {
-        let buffer_type = sys::ggml_backend_dev_buffer_type(backend.device().as_ptr());
-        sys::ggml_backend_buft_get_alloc_size(buffer_type, tensor.as_ptr())
-    }
 }

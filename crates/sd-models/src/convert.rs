@@ -26,8 +26,9 @@ use crate::wan_vae::{self, Decoder, Encoder, Names};
 ///   other readers of these expect, and keep their type in safetensors files.
 /// - What a known model has and we have no use for keeps its type: a language model's head, a vision tower.
 ///
-/// Names stay those of the file, but for GGUF files of one part, which have no prefix by custom and no room for one; and what the file keeps as one tensor stays one. The `config.json` beside the weights goes into the
-/// metadata, from where [`Pipeline`](crate::Pipeline) reads it.
+/// Names stay those of the file, but for GGUF files of one part, which have no prefix by custom and no room for one; and what the
+/// file keeps as one tensor stays one. The `config.json` beside the weights goes into the metadata, from where
+/// [`Pipeline`](crate::Pipeline) reads it.
 ///
 /// # Errors
 /// Types that a tensor cannot get or the format cannot hold, and a known model whose tensors do not fit it.
