@@ -3,6 +3,7 @@
     python check_quality.py prompts 32 > prompts.json                     # what is asked
     python check_quality.py sample PIPELINE prompts.json FOLDER           # make them through diffusers, float32, on a CPU
     python check_quality.py judge prompts.json FOLDER                     # judge FOLDER/00.png and 00.wav, 01.png ...
+    python check_quality.py record PIPELINE run.safetensors               # one short run for the tests
 
 A clip is an animated PNG and a WAV file, as `sd video --output 00.png` writes them too.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageSequence
+from safetensors.torch import save_file
 
 import parts  # first: it makes the modules of the tiny picture model known
 import batched
@@ -33,59 +35,84 @@ def prompts(count):
     return made
 
 
-@torch.no_grad()
-def sample(folder, asked, out):
-    from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel
-    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, MiniMaxH3SetTimestepsStep
-    from transformers import Qwen3VLForConditionalGeneration
-    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+class Pipeline:
+    """The folder's parts in float32, through diffusers, one request at a time."""
 
-    folder = Path(folder)
-    kind = {"torch_dtype": torch.float32}
-    transformer = MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer", **kind)
-    vae = AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae", **kind)
-    sound_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(folder / "audio_vae", **kind)
-    text_encoder = Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32)
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder / "tokenizer")
-    kept = []
-    text_encoder.model.language_model.layers[-1].register_forward_hook(lambda m, i, o: kept.append(o))
-    latents, count = (FRAMES - 5) // 17 * 5 + 2, clips.sound_latents(FRAMES)
-    for index, ask in enumerate(asked):
-        if (out / f"{index:02}.wav").exists():
-            continue
-        ids = torch.tensor([tokenizer(ask["prompt"], add_special_tokens=False)["input_ids"]])
-        kept.clear()
-        text_encoder.model(input_ids=ids, use_cache=False)
-        text = kept[0][0] if isinstance(kept[0], tuple) else kept[0]
-        tags = torch.ones(ids.shape[1], dtype=torch.long)
+    def __init__(self, folder):
+        from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel
+        from transformers import Qwen3VLForConditionalGeneration
+        from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+        folder = Path(folder)
+        kind = {"torch_dtype": torch.float32}
+        self.transformer = MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer", **kind)
+        self.vae = AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae", **kind)
+        self.sound_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(folder / "audio_vae", **kind)
+        self.text_encoder = Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+        self.tokenizer = Qwen2Tokenizer.from_pretrained(folder / "tokenizer")
+        self.schedulers = [MiniMaxH3Scheduler.from_pretrained(folder / name) for name in ("scheduler", "audio_scheduler")]
+
+    def text(self, prompt):
+        """What the text encoder's last layer says, without the norm behind it."""
+        kept = []
+        hook = self.text_encoder.model.language_model.layers[-1].register_forward_hook(lambda m, i, o: kept.append(o))
+        ids = torch.tensor([self.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        self.text_encoder.model(input_ids=ids, use_cache=False)
+        hook.remove()
+        return kept[0][0] if isinstance(kept[0], tuple) else kept[0]
+
+    @torch.no_grad()
+    def __call__(self, prompt, seed, frames, points):
+        """Pixels (frames, height, width, 3) of 8 bits and samples (2, count)."""
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, MiniMaxH3SetTimestepsStep
+
+        latents, count = (frames - 5) // 17 * 5 + 2, clips.sound_latents(frames)
+        text = self.text(prompt)
+        tags = torch.ones(text.shape[1], dtype=torch.long)
         pos, tags, vi, ai, ti, _, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
             tags, latents, batched.LATENT, batched.LATENT, count, batched.PATCH, 2, 2, 0, ()
         )
-        generator = torch.Generator().manual_seed(ask["seed"])
+        generator = torch.Generator().manual_seed(seed)
         video = torch.randn(1, parts.VIDEO_CHANNELS, latents, batched.LATENT, batched.LATENT, generator=generator)
         video = batched.video_rows(video)
         sound = torch.randn(1, 2 * count, parts.SOUND_CHANNELS, generator=generator)
-        schedules = [MiniMaxH3Scheduler.from_pretrained(folder / name) for name in ("scheduler", "audio_scheduler")]
-        for schedule in schedules:
-            schedule.set_timesteps(POINTS)
-        for t, ta in zip(*(s.timesteps for s in schedules)):
+        for schedule in self.schedulers:
+            schedule.set_timesteps(points)
+        for t, ta in zip(*(s.timesteps for s in self.schedulers)):
             times, where = MiniMaxH3SetTimestepsStep.build_row_timesteps(vi, ai, 0, 0, ti.numel(), float(t), float(ta), 0.999, 1.0)
-            dv, da = transformer(
+            dv, da = self.transformer(
                 hidden_states=video, audio_hidden_states=sound, encoder_hidden_states=text, timestep=times, timestep_indices=where,
                 token_tags=tags, position_ids=pos, video_indices=vi, audio_indices=ai, text_indices=ti, return_dict=False,
             )
-            video = schedules[0].step(dv, t, video, return_dict=False)[0]
-            sound = schedules[1].step(da, ta, sound, return_dict=False)[0]
+            video = self.schedulers[0].step(dv, t, video, return_dict=False)[0]
+            sound = self.schedulers[1].step(da, ta, sound, return_dict=False)[0]
         h = batched.LATENT // 2
         z = video.view(1, latents, h, h, parts.VIDEO_CHANNELS, 2, 2).permute(0, 4, 1, 2, 5, 3, 6).reshape(1, -1, latents, 2 * h, 2 * h)
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-        pixels = vae.decode(z * std + mean).sample
+        config = self.vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+        pixels = self.vae.decode(z * std + mean).sample
         mean, std = (torch.tensor(v).view(1, 3, 1, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         pixels = ((pixels * std + mean).clamp(0, 1) * 255).round().byte()[0].permute(1, 2, 3, 0).numpy()
-        mean, std = (torch.tensor(v).view(1, -1, 1) for v in (sound_vae.config.latents_mean, sound_vae.config.latents_std))
+        config = self.sound_vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1) for v in (config.latents_mean, config.latents_std))
         z = sound.view(2, count, -1).transpose(1, 2) * std + mean
-        samples = sound_vae.decode(z).sample[:, 0].numpy()
-        write(out, index, pixels, samples)
+        return pixels, self.sound_vae.decode(z).sample[:, 0].numpy()
+
+
+def sample(folder, asked, out):
+    pipeline = Pipeline(folder)
+    for index, ask in enumerate(asked):
+        if not (out / f"{index:02}.wav").exists():
+            write(out, index, *pipeline(ask["prompt"], ask["seed"], FRAMES, POINTS))
+
+
+def record(folder, path):
+    """One short run, of which some frames and the beginning of the sound are kept for the tests."""
+    prompt, seed, frames, points, shown = "a red circle moves right on a black background with a tone of 440 hertz", 3, 22, 9, (0, 11, 21)
+    pixels, samples = Pipeline(folder)(prompt, seed, frames, points)
+    said = {"prompt": prompt, "seed": seed, "frames": frames, "steps": points, "shown": json.dumps(shown)}
+    tensors = {"pixels": torch.from_numpy(pixels[list(shown)].copy()).contiguous(), "sound": torch.from_numpy(samples[:, :8000].copy()).contiguous()}
+    save_file(tensors, path, {key: str(value) for key, value in said.items()})
 
 
 def write(out, index, pixels, samples):
@@ -153,6 +180,8 @@ def main():
         print(json.dumps(prompts(int(rest[0])), indent=1))
     elif verb == "sample":
         sample(rest[0], json.loads(Path(rest[1]).read_text()), Path(rest[2]))
+    elif verb == "record":
+        record(*rest)
     elif verb == "judge":
         asked = json.loads(Path(rest[0]).read_text())
         marks = [judge(ask, *read(Path(rest[1]), index)) for index, ask in enumerate(asked)]
