@@ -81,6 +81,13 @@ pub enum Progress {
         /// Bytes of weights that were moved to the device in this run so far.
         bytes: u64,
     },
+    /// A chunk of a clip was encoded or decoded, or a tile of one.
+    Chunk {
+        /// Chunks so far, or tiles of them.
+        done: usize,
+        /// How many there are in all; as far as is known, where a clip is still being read.
+        total: usize,
+    },
     /// What is made so far, as a picture.
     Preview {
         /// Steps so far.

@@ -20,6 +20,8 @@ pub struct FrameConv {
     pub past: usize,
     /// Frames to one of the result; it is as late as the last of them.
     pub stride: usize,
+    /// Pixels to one of the result, downwards and to the right; it begins where the first of them does.
+    pub spatial_stride: usize,
 }
 
 /// `[channels of the result, channels, depth, frames of the result]` of a causal convolution.
@@ -88,7 +90,7 @@ impl<'g> Tensor<'g> {
             };
             let tap = kernel.slice(1, depth - 1 - back, 1);
             let tap = tap.reshape([output, input, conv.side[0], conv.side[1]]);
-            let part = seen.conv2d_padded(tap, 1, conv.padding);
+            let part = seen.conv2d_padded(tap, conv.spatial_stride, conv.padding);
             sum = Some(match sum {
                 None => part,
                 Some(sum) if blind == 0 => sum + part,

@@ -162,6 +162,32 @@ impl<'g> Tensor<'g> {
         )
     }
 
+    /// Continues the dimension `axis` as in a mirror that stands on its first and last element, which are not repeated:
+    /// `before` elements before it and `after` behind it.
+    #[track_caller]
+    pub fn pad_reflect(self, axis: usize, before: usize, after: usize) -> Tensor<'g> {
+        let rank = self.shape().rank();
+        if axis >= rank {
+            let reason = format!("there is no dimension {axis} of {rank}");
+            return self.refuse("pad_reflect", &reason);
+        }
+        let side = self.dim(axis);
+        if before.max(after) >= side {
+            let reason = format!(
+                "{side} elements cannot be reflected by {before} before and {after} behind them"
+            );
+            return self.refuse("pad_reflect", &reason);
+        }
+        let one = |at: usize| self.slice(axis, at, 1);
+        let joined = |parts: &mut dyn Iterator<Item = Tensor<'g>>| {
+            parts.reduce(|joined, part| joined.concat(part, axis))
+        };
+        let head = joined(&mut (1..=before).rev().map(one));
+        let tail = joined(&mut (1..=after).map(|back| one(side - 1 - back)));
+        let headed = head.map_or(self, |head| head.concat(self, axis));
+        tail.map_or(headed, |tail| headed.concat(tail, axis))
+    }
+
     /// Zeros behind the last `rows` and `columns` of the two innermost dimensions.
     #[track_caller]
     pub fn pad_end(self, rows: usize, columns: usize) -> Tensor<'g> {

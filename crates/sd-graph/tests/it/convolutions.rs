@@ -122,6 +122,7 @@ fn frames_are_seen_at_their_time() {
             padding: [side / 2; 2],
             past,
             stride: 1,
+            spatial_stride: 1,
         };
         let seen = causal(&x, &kernel, conv);
         let residual = picture(2, OUT, 12);

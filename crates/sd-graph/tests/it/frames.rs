@@ -24,8 +24,8 @@ pub(crate) fn causal(x: &Array, kernel: &Array, conv: FrameConv) -> Array {
     let dims = [
         (frames - conv.past) / conv.stride,
         output,
-        height + 2 * above + 1 - kh,
-        width + 2 * left + 1 - kw,
+        (height + 2 * above - kh) / conv.spatial_stride + 1,
+        (width + 2 * left - kw) / conv.spatial_stride + 1,
     ];
     Array::from_fn(&dims, |at| {
         let mut sum = 0.0;
@@ -34,8 +34,10 @@ pub(crate) fn causal(x: &Array, kernel: &Array, conv: FrameConv) -> Array {
                 .flat_map(move |d| (0..kh).flat_map(move |y| (0..kw).map(move |x| (i, d, y, x))))
         }) {
             let frame = (conv.past + at[0] * conv.stride + conv.stride + d).checked_sub(depth);
-            let row = (at[2] + y).checked_sub(above).filter(|&row| row < height);
-            let column = (at[3] + x_)
+            let row = (at[2] * conv.spatial_stride + y)
+                .checked_sub(above)
+                .filter(|&row| row < height);
+            let column = (at[3] * conv.spatial_stride + x_)
                 .checked_sub(left)
                 .filter(|&column| column < width);
             if let (Some(frame), Some(row), Some(column)) = (frame, row, column) {
@@ -48,20 +50,22 @@ pub(crate) fn causal(x: &Array, kernel: &Array, conv: FrameConv) -> Array {
 
 #[test]
 fn causal_convolutions_see_what_was_and_nothing_before_the_beginning() {
-    // Frames, of them past, stride, kernel, padding.
-    for (frames, past, stride, [depth, kh, kw], padding) in [
-        (1, 0, 1, [3, 3, 3], [1, 1]),
-        (2, 0, 1, [3, 3, 3], [1, 1]),
-        (5, 0, 1, [3, 3, 3], [1, 1]),
-        (5, 1, 1, [3, 3, 3], [1, 1]),
-        (6, 2, 1, [3, 3, 3], [1, 1]),
-        (3, 0, 1, [3, 1, 1], [0, 0]),
-        (3, 2, 1, [3, 1, 1], [0, 0]),
-        (3, 1, 2, [3, 1, 1], [0, 0]),
-        (5, 1, 2, [3, 1, 1], [0, 0]),
-        (6, 0, 2, [3, 3, 1], [1, 0]),
-        (9, 0, 3, [5, 1, 2], [0, 1]),
-        (4, 0, 1, [1, 2, 2], [0, 0]),
+    // Frames, of them past, strides in time and space, kernel, padding.
+    for (frames, past, [stride, spatial_stride], [depth, kh, kw], padding) in [
+        (1, 0, [1, 1], [3, 3, 3], [1, 1]),
+        (2, 0, [1, 1], [3, 3, 3], [1, 1]),
+        (5, 0, [1, 1], [3, 3, 3], [1, 1]),
+        (5, 1, [1, 1], [3, 3, 3], [1, 1]),
+        (6, 2, [1, 1], [3, 3, 3], [1, 1]),
+        (3, 0, [1, 1], [3, 1, 1], [0, 0]),
+        (3, 2, [1, 1], [3, 1, 1], [0, 0]),
+        (3, 1, [2, 1], [3, 1, 1], [0, 0]),
+        (5, 1, [2, 1], [3, 1, 1], [0, 0]),
+        (6, 0, [2, 1], [3, 3, 1], [1, 0]),
+        (9, 0, [3, 1], [5, 1, 2], [0, 1]),
+        (4, 0, [1, 1], [1, 2, 2], [0, 0]),
+        (5, 1, [2, 2], [3, 3, 3], [0, 0]),
+        (1, 0, [1, 2], [3, 3, 3], [1, 1]),
     ] {
         let x = Array::random(&[frames, 3, 5, 4], 40);
         let kernel = Array::random(&[2, 3, depth, kh, kw], 41);
@@ -70,6 +74,7 @@ fn causal_convolutions_see_what_was_and_nothing_before_the_beginning() {
             padding,
             past,
             stride,
+            spatial_stride,
         };
         let expected = causal(&x, &kernel, conv);
         let flat = Array::new(&[6, depth, kh * kw], kernel.values.clone());
@@ -156,6 +161,7 @@ fn mistakes_with_frames_are_told() {
         padding: [0, 0],
         past: 0,
         stride: 1,
+        spatial_stride: 1,
     };
     let cases: &[(&str, Build)] = &[
         ("takes frames", |g, x| {
@@ -182,6 +188,14 @@ fn mistakes_with_frames_are_told() {
         }),
         ("no whole steps of 0", |g, x| {
             conv(g, x, [2, 1, 1], FrameConv { stride: 0, ..PLAIN })
+        }),
+        ("a stride of zero", |g, x| {
+            let spatial_stride = 0;
+            let none = FrameConv {
+                spatial_stride,
+                ..PLAIN
+            };
+            conv(g, x, [2, 1, 1], none)
         }),
         ("beyond all pictures", |g, x| {
             conv(

@@ -487,6 +487,21 @@ fn pictures() {
         t[0].transpose(2, 3).pad_circular(1, 0)
     });
 
+    for (axis, before, after) in [(2, 1, 1), (3, 1, 0), (3, 2, 6), (1, 0, 2), (2, 0, 0)] {
+        let mut dims = x.dims.clone();
+        let side = dims[axis];
+        dims[axis] += before + after;
+        let mirrored = Array::from_fn(&dims, |at| {
+            let mut at = at.to_vec();
+            let place = at[axis].abs_diff(before);
+            at[axis] = place.min(2 * (side - 1) - place);
+            x.at(&at)
+        });
+        check("pad_reflect", &[&x], &mirrored, |_, t| {
+            t[0].pad_reflect(axis, before, after)
+        });
+    }
+
     let doubled = Array::from_fn(&[1, 3, 12, 14], |at| {
         x.at(&[at[0], at[1], at[2] / 2, at[3] / 2])
     });

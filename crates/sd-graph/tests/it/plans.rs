@@ -104,6 +104,10 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
         ("padding takes two dimensions", |_, _, y| {
             y.pad_circular(0, 1)
         }),
+        ("cannot be reflected by 0 before and 2", |_, x, _| {
+            x.pad_reflect(0, 0, 2)
+        }),
+        ("no dimension 2", |_, x, _| x.pad_reflect(2, 0, 0)),
         ("turning takes", |g, x, _| turned(g, x, [2, 1], 0)),
         ("positions must be [2]", |g, x, _| {
             turned(g, x.reshape([2, 1, 3]), [3, 1], 0)

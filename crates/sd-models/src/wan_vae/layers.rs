@@ -123,6 +123,7 @@ impl TimeConv {
             padding: zeros,
             past,
             stride: self.stride,
+            spatial_stride: 1,
         };
         wrapped.conv3d_causal(g.param(&self.weight), conv)
             + g.param(&self.bias).reshape([self.output, 1, 1])
