@@ -25,6 +25,7 @@ SCRIPTS = {
     "qwenimage21_scheduler": ["qwenimage21_scheduler"],
     "sampling": ["sampling"],
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
+    "minimax_h3_vae": ["minimax_h3_vae", "minimax_h3_vae_long"],
     "wan_vae": ["wan21_vae", "wan22_vae", "qwenimage_vae"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwen3vl_vision": ["qwen3vl_vision"],

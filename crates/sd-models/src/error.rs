@@ -128,6 +128,31 @@ pub enum Error {
         /// What both must be a multiple of.
         multiple: usize,
     },
+    /// Frames that are smaller than an encoder's kernels.
+    #[error(
+        "frames of {width}x{height} cannot be encoded: both sides must have at least {least} pixels"
+    )]
+    SmallFrame {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+        /// What both must have at least.
+        least: usize,
+    },
+    /// Tiles that a VAE cannot work in.
+    #[error(
+        "tiles of {size} pixels that overlap by {overlap} cannot be: both must be multiples of {multiple}, a tile twice that at \
+        least and longer than the overlap"
+    )]
+    Tiles {
+        /// Pixels along a side.
+        size: usize,
+        /// Pixels that neighbours have in common at least.
+        overlap: usize,
+        /// What both must be a multiple of.
+        multiple: usize,
+    },
     /// A clip, or a piece of one, that is not what was announced or what a VAE takes.
     #[error("{found} {what} instead of {wanted}")]
     Clip {

@@ -5,6 +5,7 @@ use sd_graph::Checkpoint;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::minimax_h3::video_vae;
 use crate::naming::Naming;
 use crate::{qwen_image_2_1, qwen3_vl, wan_vae};
 
@@ -23,10 +24,11 @@ pub(crate) struct Known {
 }
 
 /// All of them.
-static KNOWN: [&Known; 3] = [
+static KNOWN: [&Known; 4] = [
     &qwen_image_2_1::TRANSFORMER,
     &qwen3_vl::TEXT_ENCODER,
     &wan_vae::VAE,
+    &video_vae::VIDEO_VAE,
 ];
 
 /// A part of a model that was found in a file.

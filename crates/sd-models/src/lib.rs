@@ -13,6 +13,7 @@ mod frame_rate;
 mod gguf_tokenizer;
 mod image;
 mod lora;
+pub mod minimax_h3;
 mod model_files;
 mod model_index;
 mod naming;

@@ -28,6 +28,26 @@ impl Clip {
         self.values.chunks_exact(self.frame_len().max(1))
     }
 
+    /// A clip of `values [channels, frames, height, width]`, the order in which diffusion models have latents.
+    pub fn from_channels_first(
+        [channels, frames, height, width]: [usize; 4],
+        values: &[f32],
+    ) -> Clip {
+        Clip {
+            frames,
+            channels,
+            height,
+            width,
+            values: swapped([channels, frames], height * width, values),
+        }
+    }
+
+    /// The values `[channels, frames, height, width]`.
+    pub fn channels_first(&self) -> Vec<f32> {
+        let planes = [self.frames, self.channels];
+        swapped(planes, self.height * self.width, &self.values)
+    }
+
     /// The tile of each frame that begins at `row` of `rows` and `column` of `columns`.
     pub(crate) fn tile(
         &self,
@@ -50,4 +70,14 @@ impl Clip {
             ..*self
         }
     }
+}
+
+/// Planes `[outer, inner]` of `area` values as `[inner, outer]`.
+fn swapped([outer, inner]: [usize; 2], area: usize, values: &[f32]) -> Vec<f32> {
+    let places = (0..inner).flat_map(|inside| (0..outer).map(move |out| out * inner + inside));
+    places
+        .filter_map(|plane| values.get(plane * area..(plane + 1) * area))
+        .flatten()
+        .copied()
+        .collect()
 }

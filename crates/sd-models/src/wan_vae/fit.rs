@@ -85,6 +85,29 @@ impl Fit {
         self.available.is_none_or(|left| self.bytes <= left)
     }
 
+    /// What `need` bytes beside weights take where there is one way of working; `own` are the weights that are used, `others`
+    /// bytes that would be given up. Weights that come and go are in `need`.
+    pub(crate) fn of_one_way(
+        backend: &Backend,
+        (own, others): (&Weights, u64),
+        need: u64,
+    ) -> Result<Fit> {
+        if !own.is_streamed() {
+            // Nothing depends on the canvas then.
+            let canvas = Canvas::from((0, 0));
+            return Fit::find(backend, canvas, Tiling::Whole, (own, others), |_| Ok(need));
+        }
+        let report = backend.ledger().report(backend.device());
+        let held = own.device_bytes() + others;
+        Ok(Fit {
+            tile: None,
+            bytes: need,
+            weights: 0,
+            smallest: need.saturating_add(report.used.total().saturating_sub(held)),
+            available: report.available.map(|left| left.saturating_add(held)),
+        })
+    }
+
     /// Refuses what does not fit.
     pub(crate) fn check(&self, backend: &Backend) -> Result<()> {
         if self.fits() {

@@ -25,6 +25,7 @@ mod statistics;
 mod stream;
 mod vae;
 
+pub(crate) use chunk::{Chunk, Kept, Memory, Place};
 pub use clip::Clip;
 pub use config::Config;
 pub use decoder::Decoder;

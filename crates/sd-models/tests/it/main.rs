@@ -34,6 +34,7 @@ mod text_encoder;
 mod tiny;
 mod transformer;
 mod vae;
+mod video_vae;
 mod vision;
 mod wan;
 mod wan_files;

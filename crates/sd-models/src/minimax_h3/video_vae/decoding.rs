@@ -1,0 +1,223 @@
+//! Latents of any length to frames, seven latent frames at a time.
+
+use sd_backend::Backend;
+use sd_graph::{Cancel, Estimate, PlanCache, Progress, Reporter};
+
+use super::config::Config;
+use super::decoder::Decoder;
+use super::encoding::PIXELS;
+use super::tiles::{Mosaic, Tiles, Tiling};
+use crate::error::Result;
+use crate::wan_vae::Clip;
+
+/// Decodes the latents of one clip after the other.
+#[derive(Debug)]
+pub(super) struct Decoding<'v> {
+    decoder: &'v Decoder,
+    config: &'v Config,
+    /// Rows and columns of tiles, in latents.
+    rows: Tiles,
+    columns: Tiles,
+    plans: PlanCache<()>,
+    /// The most bytes that were held on the device while a tile ran.
+    pub(super) peak: u64,
+}
+
+impl<'v> Decoding<'v> {
+    /// Begins with latents of so many rows and columns.
+    pub(super) fn new(
+        decoder: &'v Decoder,
+        config: &'v Config,
+        (height, width): (usize, usize),
+        tiling: Tiling,
+    ) -> Decoding<'v> {
+        let scale = config.scale_factor();
+        Decoding {
+            decoder,
+            config,
+            rows: tiling.over(height, scale),
+            columns: tiling.over(width, scale),
+            plans: PlanCache::new(1),
+            peak: 0,
+        }
+    }
+
+    /// Latent frames, rows and columns of what is decoded at once.
+    fn piece(&self) -> [usize; 3] {
+        let frames = self.config.clip_latents() + self.config.latents_overlap();
+        [frames, self.rows.length(), self.columns.length()]
+    }
+
+    /// What a tile takes.
+    pub(super) fn estimate(&self, backend: &Backend) -> Result<Estimate> {
+        let channels = self.config.latent_channels;
+        let estimate = Estimate::of(backend, |g| self.decoder.record(g, channels, self.piece()));
+        Ok(estimate?)
+    }
+
+    /// Gives `frame` each frame of `latents`, planes of red, green and blue from 0 to 1, as soon as it is made.
+    pub(super) fn run(
+        &mut self,
+        backend: &mut Backend,
+        latents: &Clip,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+        frame: &mut dyn FnMut(&[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let config = self.config;
+        let step = config.clip_latents();
+        // The last clip of all is decoded behind the one before, where something was left out of it.
+        let without = usize::from(config.token_drop > 0);
+        let clips = (latents.frames + config.token_drop).div_ceil(step);
+        let clips = clips.saturating_sub(without).max(1);
+        let tiles = self.rows.count() * self.columns.count();
+        let mut left = config.frames(latents.frames);
+        let mut emit = |values: &mut [f32], side: usize| -> Result<()> {
+            for picture in values.chunks_exact_mut(side.max(1)).take(left) {
+                to_pixels(picture);
+                frame(picture)?;
+                left -= 1;
+            }
+            Ok(())
+        };
+        let scale = config.scale_factor();
+        let side = 3 * latents.height * latents.width * scale * scale;
+        let mut before: Vec<f32> = Vec::new();
+        for clip in 0..clips {
+            let mut done = clip * tiles;
+            let mut told = |progress: &mut dyn Reporter| {
+                done += 1;
+                let total = clips * tiles;
+                progress.report(&Progress::Chunk { done, total });
+            };
+            let mut now =
+                self.clip(backend, latents, clip * step, (cancel, progress), &mut told)?;
+            let mut tail = now.split_off((config.clip_length * side).min(now.len()));
+            fade(&before, &mut now, side);
+            emit(&mut now, side)?;
+            if clip + 1 == clips {
+                emit(&mut tail, side)?;
+            }
+            before = tail;
+        }
+        Ok(())
+    }
+
+    /// Frames of the clip that begins with the latent frame `start`: its own, and behind them those that the next one makes
+    /// too. Latent frames beyond the last are as the last.
+    fn clip(
+        &mut self,
+        backend: &mut Backend,
+        latents: &Clip,
+        start: usize,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
+        told: &mut dyn FnMut(&mut dyn Reporter),
+    ) -> Result<Vec<f32>> {
+        let config = self.config;
+        let (scale, ratio) = (config.scale_factor(), config.frames_per_latent());
+        let own = config.clip_latents() * ratio;
+        let made = own + config.latents_overlap() * ratio;
+        // Those that no latent frame stands for are left out, in front of both parts.
+        let before = config.frames_before();
+        let shown: Vec<usize> = (before..own).chain(own + before..made).collect();
+        let (rows, columns) = (self.rows.scaled(scale), self.columns.scaled(scale));
+        let mut mosaic = Mosaic::new(3 * shown.len(), &rows, &columns);
+        for row in 0..rows.count() {
+            for column in 0..columns.count() {
+                let tokens = self.tokens(latents, start, (row, column));
+                let pixels = self.run_tile(backend, &tokens, cancel, progress)?;
+                mosaic.add((row, column), &self.planes(&pixels, &shown));
+                told(progress);
+            }
+        }
+        Ok(mosaic.finish())
+    }
+
+    /// Latents `[frames * rows * columns, channels]` of a tile, which get their means and deviations back.
+    fn tokens(&self, latents: &Clip, start: usize, (row, column): (usize, usize)) -> Vec<f32> {
+        let [frames, ..] = self.piece();
+        let last = latents.frames.saturating_sub(1);
+        let area = latents.height * latents.width;
+        let statistics = self
+            .config
+            .latents_mean
+            .iter()
+            .zip(&self.config.latents_std);
+        let mut tokens =
+            Vec::with_capacity(self.piece().iter().product::<usize>() * latents.channels);
+        for frame in (start..start + frames).map(|frame| frame.min(last)) {
+            let values = &latents.values[frame * latents.frame_len()..];
+            for y in self.rows.range(row) {
+                for x in self.columns.range(column) {
+                    let at = y * latents.width + x;
+                    let channels = values.iter().skip(at).step_by(area.max(1));
+                    let channels = channels.zip(statistics.clone());
+                    tokens.extend(channels.map(|(value, (mean, std))| value * std + mean));
+                }
+            }
+        }
+        tokens
+    }
+
+    fn run_tile(
+        &mut self,
+        backend: &mut Backend,
+        tokens: &[f32],
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<Vec<f32>> {
+        let (decoder, channels, piece) = (self.decoder, self.config.latent_channels, self.piece());
+        let plan = self
+            .plans
+            .get_or_build_with((), backend, cancel, progress, |g| {
+                decoder.record(g, channels, piece);
+            })?;
+        plan.set("latents", tokens)?;
+        let report = plan.run_with(backend, cancel, progress)?;
+        self.peak = self.peak.max(report.used.total());
+        Ok(plan.read("pixels")?)
+    }
+
+    /// The frames `shown` of a tile, `[frames, 3, height, width]`, of the blocks of pixels that its latents became.
+    fn planes(&self, pixels: &[f32], shown: &[usize]) -> Vec<f32> {
+        let [_, rows, columns] = self.piece();
+        let (scale, ratio) = (self.config.scale_factor(), self.config.frames_per_latent());
+        let block = 3 * ratio * scale * scale;
+        let mut planes = Vec::with_capacity(shown.len() * 3 * rows * columns * scale * scale);
+        for &frame in shown {
+            let (latent, within) = (frame / ratio, frame % ratio);
+            for channel in 0..3 {
+                for y in 0..rows * scale {
+                    let first = (latent * rows + y / scale) * columns;
+                    let line = ((channel * ratio + within) * scale + y % scale) * scale;
+                    for token in first..first + columns {
+                        planes.extend_from_slice(&pixels[token * block + line..][..scale]);
+                    }
+                }
+            }
+        }
+        planes
+    }
+}
+
+/// Lets the frames `before`, of `side` values each, fade into the first of `now`.
+fn fade(before: &[f32], now: &mut [f32], side: usize) {
+    let count = before.len() / side.max(1);
+    let frames = before.chunks_exact(side.max(1));
+    for (index, (before, now)) in frames.zip(now.chunks_exact_mut(side.max(1))).enumerate() {
+        let share = index as f32 / count as f32;
+        for (now, before) in now.iter_mut().zip(before) {
+            *now = before * (1.0 - share) + *now * share;
+        }
+    }
+}
+
+/// Planes of red, green and blue from the model's numbers to those from 0 to 1.
+fn to_pixels(picture: &mut [f32]) {
+    let plane = (picture.len() / 3).max(1);
+    for (plane, [mean, std]) in picture.chunks_exact_mut(plane).zip(PIXELS) {
+        for value in plane {
+            *value = (*value * std + mean).clamp(0.0, 1.0);
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! The VAE by itself: its files and weights, and pictures and clips in and out.
+
+use std::path::Path;
+
+use sd_backend::{Backend, DType, Mapping};
+use sd_graph::{
+    Cancel, Checkpoint, Declarations, LoadOptions, Progress, Reporter, Scope, TensorTypes, Weights,
+};
+
+use super::config::Config;
+use super::decoder::Decoder;
+use super::decoding::Decoding;
+use super::encoder::Encoder;
+use super::encoding::Encoding;
+use super::names::VIDEO_VAE;
+use super::posterior::Posterior;
+use super::tiles::Tiling;
+use crate::error::{Error, Result};
+use crate::families::part_in;
+use crate::rope::Size;
+use crate::wan_vae::{Clip, ClipReport, Fit};
+
+/// A video VAE of MiniMax H3. Opening checks names and shapes of all tensors; the weights of each half are loaded when it is
+/// first used.
+///
+/// Pictures are planes of red, green and blue `[3, height, width]` with values from 0 to 1. Latents have mean 0 and deviation 1,
+/// as the diffusion model sees them.
+#[derive(Debug)]
+pub struct VideoVae {
+    config: Config,
+    encoder: Half<Encoder>,
+    decoder: Half<Decoder>,
+}
+
+#[derive(Debug)]
+struct Half<M> {
+    module: M,
+    weights: Weights,
+}
+
+impl<M> Half<M> {
+    fn open(
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+        new: impl FnOnce(&Scope<'_>) -> M,
+    ) -> Result<Half<M>> {
+        let declarations = Declarations::new(checkpoint, options.clone());
+        let module = new(&declarations.root());
+        let params = declarations.finish()?;
+        Ok(Half {
+            module,
+            weights: Weights::new(checkpoint.clone(), params),
+        })
+    }
+
+    /// Brings its weights, for what takes `need` bytes beside them, after those of the `other` half were given up if there is
+    /// no room for both.
+    fn bring<O>(
+        &mut self,
+        other: &mut Half<O>,
+        backend: &Backend,
+        need: u64,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
+    ) -> Result<()> {
+        let fit = self.fit(backend, other, need)?;
+        let left = backend.ledger().report(backend.device()).available;
+        let held = self.weights.device_bytes();
+        if left.is_some_and(|left| fit.bytes.saturating_sub(held) > left) {
+            other.weights.unload();
+        }
+        fit.check(backend)?;
+        Ok(self.weights.bring(backend, cancel, progress)?)
+    }
+
+    /// What it takes to do what needs `need` bytes beside its weights; the `other` half's may be given up for it.
+    fn fit<O>(&self, backend: &Backend, other: &Half<O>, need: u64) -> Result<Fit> {
+        let halves = (&self.weights, other.weights.device_bytes());
+        Fit::of_one_way(backend, halves, need)
+    }
+}
+
+impl VideoVae {
+    /// Opens a VAE: a folder with `config.json` and weights, as diffusers has it, or a file of weights, whose configuration is
+    /// the `config.json` beside it or in its metadata. Tensors may have the names of diffusers or those of the model's
+    /// authors. No weight is read.
+    ///
+    /// What the reference keeps in single precision, all of the encoder, is brought to it whatever type a file has; a rule of
+    /// [`LoadOptions::tensor_types`] can say otherwise. The decoder's weights keep their file's type.
+    ///
+    /// # Errors
+    /// Everything that can be wrong with files, [`Error::Config`] for a file of weights alone among it: the means and
+    /// deviations of latents do not follow from its tensors.
+    pub fn open(path: &Path, options: &LoadOptions) -> Result<VideoVae> {
+        let beside = match path.parent() {
+            Some(folder) if path.is_file() => folder.join("config.json"),
+            _ => path.join("config.json"),
+        };
+        let told = match path.is_file() && !beside.is_file() {
+            true => None,
+            false => Some(Config::read(&beside)?),
+        };
+        let whole = Checkpoint::open(path)?;
+        let checkpoint = part_in(&whole, &VIDEO_VAE)?.select(&whole)?;
+        let config = match told {
+            Some(config) => config,
+            None => Config::of(&checkpoint)?,
+        };
+        VideoVae::new(&checkpoint, config, options)
+    }
+
+    /// A VAE with this configuration, whose tensors are those of `checkpoint`, under the model's names. Checks names and shapes.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub(crate) fn new(
+        checkpoint: &Checkpoint,
+        config: Config,
+        options: &LoadOptions,
+    ) -> Result<VideoVae> {
+        let single = TensorTypes::default().rule("^vae[.](encoder|quant_conv)[.]", DType::F32);
+        let single = single.map_err(|error| Error::Config {
+            path: checkpoint.path().to_owned(),
+            reason: error.to_string(),
+        })?;
+        let options = options.clone().component("vae");
+        let encoder = Half::open(checkpoint, &options.clone().tensor_types(single), |root| {
+            Encoder::new(root, &config)
+        })?;
+        let decoder = Half::open(checkpoint, &options, |root| Decoder::new(root, &config))?;
+        Ok(VideoVae {
+            config,
+            encoder,
+            decoder,
+        })
+    }
+
+    /// Says whether the weights' files may be used where they lie in memory: [`Mapping::Auto`] if not called.
+    pub fn mapping(mut self, mapping: Mapping) -> VideoVae {
+        for weights in [&mut self.encoder.weights, &mut self.decoder.weights] {
+            let residence = weights.residence();
+            weights.live(residence, mapping);
+        }
+        self
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The encoder's weights, to say where they live.
+    pub fn encoder_weights_mut(&mut self) -> &mut Weights {
+        &mut self.encoder.weights
+    }
+
+    /// The decoder's weights, to say where they live.
+    pub fn decoder_weights_mut(&mut self) -> &mut Weights {
+        &mut self.decoder.weights
+    }
+
+    /// Takes the weights of both halves out of memory; they come back when they are needed.
+    pub fn unload(&mut self) {
+        self.encoder.weights.unload();
+        self.decoder.weights.unload();
+    }
+
+    /// What encoding a clip takes of the memory of the device of `backend`: `frames` pictures with `height` rows and `width`
+    /// columns. Nothing is loaded.
+    ///
+    /// # Errors
+    /// As for [`VideoVae::encoding`], and the engine's.
+    pub fn fit_encoding(
+        &self,
+        backend: &Backend,
+        frames: usize,
+        size: (usize, usize),
+        tiling: Tiling,
+    ) -> Result<Fit> {
+        self.check_size(size, tiling)?;
+        let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
+        let need = encoding.need(backend, frames)?;
+        self.encoder.fit(backend, &self.decoder, need)
+    }
+
+    /// What decoding a clip takes of the memory of the device of `backend`: latents with `height` rows and `width` columns, as
+    /// many frames of them as there may be. Nothing is loaded.
+    ///
+    /// # Errors
+    /// [`Error::Tiles`], and the engine's.
+    pub fn fit_decoding(
+        &self,
+        backend: &Backend,
+        size: (usize, usize),
+        tiling: Tiling,
+    ) -> Result<Fit> {
+        tiling.check(self.config.scale_factor())?;
+        let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
+        let need = self.decoding_need(backend, &decoding)?;
+        self.decoder.fit(backend, &self.encoder, need)
+    }
+
+    /// Bytes that a tile takes beside weights that are loaded.
+    fn decoding_need(&self, backend: &Backend, decoding: &Decoding<'_>) -> Result<u64> {
+        let estimate = decoding.estimate(backend)?;
+        Ok(match self.decoder.weights.is_streamed() {
+            true => estimate.segmented_bytes + estimate.streamed_weight_bytes,
+            false => estimate.compute_bytes.min(estimate.segmented_bytes),
+        } + estimate.constant_bytes)
+    }
+
+    /// Begins to encode a clip of pictures with `height` rows and `width` columns.
+    ///
+    /// # Errors
+    /// [`Error::FrameSize`] unless both are multiples of [`Config::scale_factor`], [`Error::SmallFrame`] unless they are two
+    /// latents at least, [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of memory or files, a cancelled run.
+    pub fn encoding(
+        &mut self,
+        backend: &Backend,
+        size: (usize, usize),
+        tiling: Tiling,
+        cancel: &Cancel,
+    ) -> Result<Encoding<'_>> {
+        self.begin_encoding(backend, usize::MAX, size, tiling, cancel)
+    }
+
+    fn begin_encoding(
+        &mut self,
+        backend: &Backend,
+        frames: usize,
+        size: (usize, usize),
+        tiling: Tiling,
+        cancel: &Cancel,
+    ) -> Result<Encoding<'_>> {
+        self.check_size(size, tiling)?;
+        let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
+        let need = encoding.need(backend, frames)?;
+        let quiet: &mut dyn Reporter = &mut |_: &Progress| {};
+        let (own, other) = (&mut self.encoder, &mut self.decoder);
+        own.bring(other, backend, need, (cancel, quiet))?;
+        Ok(Encoding::new(
+            &own.module,
+            &self.config,
+            sides(size),
+            tiling,
+        ))
+    }
+
+    /// The latents of one picture `[3, height, width]`.
+    ///
+    /// # Errors
+    /// As for [`VideoVae::encoding`] and [`Encoding::push`].
+    pub fn encode_picture(
+        &mut self,
+        backend: &mut Backend,
+        picture: &[f32],
+        size: (usize, usize),
+        tiling: Tiling,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
+    ) -> Result<Posterior> {
+        let mut encoding = self.begin_encoding(backend, 1, size, tiling, cancel)?;
+        encoding.push(backend, picture, cancel, progress)?;
+        encoding.finish(backend, cancel, progress)
+    }
+
+    /// The latents of a clip `[frames, 3, height, width]`, and what it took. Frames that make no whole clip are taken as if the
+    /// last went on: [`Config::latent_frames`] says how many latent frames there will be.
+    ///
+    /// # Errors
+    /// As for [`VideoVae::encoding`] and [`Encoding::push`].
+    pub fn encode(
+        &mut self,
+        backend: &mut Backend,
+        clip: &Clip,
+        tiling: Tiling,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
+    ) -> Result<(Posterior, ClipReport)> {
+        check_clip(clip, 3)?;
+        let size = (clip.height, clip.width);
+        let mut encoding = self.begin_encoding(backend, clip.frames, size, tiling, cancel)?;
+        let mut whole: Option<Posterior> = None;
+        let mut add = |part: Posterior| match &mut whole {
+            Some(whole) => whole.append(&part),
+            None => whole = Some(part),
+        };
+        for picture in clip.each_frame() {
+            if let Some(part) = encoding.push(backend, picture, cancel, progress)? {
+                add(part);
+            }
+        }
+        add(encoding.finish(backend, cancel, progress)?);
+        let mut report = ClipReport::default();
+        report.peak = encoding.peak();
+        let none = Error::Clip {
+            what: "frames",
+            found: 0,
+            wanted: 1,
+        };
+        Ok((whole.ok_or(none)?, report))
+    }
+
+    /// Decodes latents `[t, channels, height, width]` and gives `frame` each picture as soon as it is made;
+    /// [`Config::frames`] says how many there will be. A latent frame that was encoded of a picture alone is one picture.
+    ///
+    /// # Errors
+    /// [`Error::Clip`] for latents that are not what they say, [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of
+    /// memory or files, a cancelled run; and whatever `frame` fails with.
+    pub fn decode(
+        &mut self,
+        backend: &mut Backend,
+        latents: &Clip,
+        tiling: Tiling,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
+        frame: &mut dyn FnMut(&[f32]) -> Result<()>,
+    ) -> Result<ClipReport> {
+        check_clip(latents, self.config.latent_channels)?;
+        tiling.check(self.config.scale_factor())?;
+        let size = (latents.height, latents.width);
+        let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
+        let need = self.decoding_need(backend, &decoding)?;
+        let (own, other) = (&mut self.decoder, &mut self.encoder);
+        own.bring(other, backend, need, (cancel, &mut *progress))?;
+        let mut decoding = Decoding::new(&own.module, &self.config, size, tiling);
+        decoding.run(backend, latents, cancel, progress, frame)?;
+        let mut report = ClipReport::default();
+        report.peak = decoding.peak;
+        Ok(report)
+    }
+
+    fn check_size(&self, (height, width): (usize, usize), tiling: Tiling) -> Result<()> {
+        let multiple = self.config.scale_factor();
+        tiling.check(multiple)?;
+        let is_whole = |side: usize| side > 0 && side.is_multiple_of(multiple);
+        if !is_whole(height) || !is_whole(width) {
+            return Err(Error::FrameSize {
+                width,
+                height,
+                multiple,
+            });
+        }
+        // The last level is reflected by a pixel.
+        let least = 2 * multiple;
+        if height.min(width) < least {
+            return Err(Error::SmallFrame {
+                width,
+                height,
+                least,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn sides((height, width): (usize, usize)) -> Size {
+    Size::new(height, width)
+}
+
+/// Refuses a clip that is empty, has other channels or not the values that it should.
+fn check_clip(clip: &Clip, channels: usize) -> Result<()> {
+    let sides = [clip.frames, clip.channels, clip.height, clip.width];
+    let mut product = sides.iter();
+    let wanted = product.try_fold(1_usize, |product, &side| product.checked_mul(side));
+    let wanted = wanted.unwrap_or(usize::MAX);
+    for (what, found, wanted) in [
+        ("channels", clip.channels, channels),
+        ("frames", clip.frames, clip.frames.max(1)),
+        ("rows", clip.height, clip.height.max(1)),
+        ("columns", clip.width, clip.width.max(1)),
+        ("values", clip.values.len(), wanted),
+    ] {
+        if found != wanted {
+            return Err(Error::Clip {
+                what,
+                found,
+                wanted,
+            });
+        }
+    }
+    Ok(())
+}
