@@ -47,8 +47,6 @@ DECODED = {
 # Tiles as (pixels, overlap) of the second model, and pixels of height and width: the last two tiles but one along the height
 # overlap with both neighbours by more than they are long.
 TILED = [((16, 8), (28, 40)), ((12, 4), (12, 20))]
-# Sides that the default tiles are laid over.
-SPLIT = [256, 272, 480, 512, 768, 1344]
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1, 1)
@@ -108,19 +106,9 @@ def main(out):
             inputs, outputs, meta = decoded(model, seed + 40 + index, *sizes)
             write_case(folder, "decode_{}_{}x{}".format(*sizes), inputs, outputs, meta)
 
-    taps = ["decoder.proj_in", "decoder.transformer_blocks.0.attn", "decoder.transformer_blocks.0", "decoder.norm_out"]
-    z = normal(seed + 60, 1, config["latent_channels"], 7, 3, 2)
-    with Taps(model, taps) as tapped:
-        sample = model._decode_clip(z)
-    write_case(folder, "clip_7_3x2", {"z": frames_first(z)}, {"sample": frames_first(sample)} | tapped.outputs)
-
     for index, ((size, overlap), (height, width)) in enumerate(TILED):
         model.enable_tiling(size, size, overlap, overlap)
         inputs, outputs = encoded(model, seed + 70 + index, 5, height, width)
         more = decoded(model, seed + 80 + index, 3, height // factor, width // factor)
         meta = dict(size=size, overlap=overlap, split=[model._split_tiles(side, size, overlap) for side in (height, width)])
         write_case(folder, f"tiled_{size}_{overlap}", inputs | more[0], outputs | more[1], meta)
-
-    published = AutoencoderKLMiniMaxH3(block_out_channels=(32,) * 6, decoder_num_layers=0, decoder_num_attention_heads=1)
-    split = {side: published._split_tiles(side, 256, 64) for side in SPLIT}
-    write_case(folder, "split", {}, {}, dict(factor=published.spatial_compression_ratio, split=split))

@@ -5,7 +5,13 @@ import common  # noqa: F401  (the environment)
 import json
 
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21, AutoencoderKLWan, QwenImage21Transformer2DModel
+from diffusers import (
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
+    AutoencoderKLWan,
+    QwenImage21Transformer2DModel,
+)
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from qwen3vl_text_encoder import plain
@@ -71,6 +77,7 @@ def main(out):
             "qwenimage_vae": AutoencoderKLQwenImage(),
             "wan21_vae": AutoencoderKLWan(),
             "wan22_vae": AutoencoderKLWan(**WAN_22),
+            "minimax_h3_vae": AutoencoderKLMiniMaxH3(),
         }
         text = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_8B))
     counts = {}
@@ -84,5 +91,6 @@ def main(out):
         "qwenimage_vae": (194, 126_892_531),
         "wan21_vae": (194, 126_892_531),
         "wan22_vae": (196, 704_688_668),
+        "minimax_h3_vae": (703, 2_603_868_984),
         "qwen3vl_8b": (750, 8_767_123_696),
     }, counts

@@ -12,6 +12,7 @@ use serde_json::Value;
 use crate::config::{from_json, read_json};
 use crate::error::Result;
 use crate::families::{Found, config_key, config_of, parts_in};
+use crate::minimax_h3::video_vae::{self, VIDEO_VAE};
 use crate::qwen_image_2_1::{Transformer, TransformerConfig};
 use crate::qwen3_vl::{self, TextModel};
 use crate::wan_vae::{self, Decoder, Encoder, Names};
@@ -169,6 +170,12 @@ fn of_part(
             Component::TextEncoder => {
                 let config = qwen3_vl::Config::checked(from_json(path, config.clone())?, path)?;
                 TextModel::new(&declarations.root(), &config.text_config);
+            }
+            Component::Vae if std::ptr::eq(found.known, &VIDEO_VAE) => {
+                let config = video_vae::Config::checked(from_json(path, config.clone())?, path)?;
+                let (encoder, decoder) = (declarations.root(), declarations.root());
+                video_vae::Encoder::new(&encoder, &config);
+                video_vae::Decoder::new(&decoder, &config);
             }
             Component::Vae => {
                 let config = wan_vae::Config::checked(from_json(path, config.clone())?, path)?;

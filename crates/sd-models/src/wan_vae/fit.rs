@@ -85,26 +85,36 @@ impl Fit {
         self.available.is_none_or(|left| self.bytes <= left)
     }
 
-    /// What `need` bytes beside weights take where there is one way of working; `own` are the weights that are used, `others`
-    /// bytes that would be given up. Weights that come and go are in `need`.
-    pub(crate) fn of_one_way(
+    /// What working takes in one of several ways that change no number: of `needs`, bytes beside weights, the first that fits, or
+    /// else the least. `own` are the weights that are used, `others` bytes that would be given up. Where weights come and go
+    /// they are in `needs`.
+    pub(crate) fn first_of(
         backend: &Backend,
         (own, others): (&Weights, u64),
-        need: u64,
+        needs: &[u64],
     ) -> Result<Fit> {
-        if !own.is_streamed() {
-            // Nothing depends on the canvas then.
-            let canvas = Canvas::from((0, 0));
-            return Fit::find(backend, canvas, Tiling::Whole, (own, others), |_| Ok(need));
-        }
-        let report = backend.ledger().report(backend.device());
+        let device = backend.device();
+        let cost = own.cost(device, Residence::Device, own.mapping())?;
+        let (weights, staging) = match (own.is_streamed(), device.kind()) {
+            (true, _) => (0, 0),
+            // What weights pass through is the host's, and over before anything is computed.
+            (false, DeviceKind::Cpu) => (cost.resident(), cost.staging),
+            (false, _) => (cost.resident(), 0),
+        };
+        let report = backend.ledger().report(device);
         let held = own.device_bytes() + others;
+        let available = report.available.map(|left| left.saturating_add(held));
+        let ways = needs
+            .iter()
+            .map(|&need| weights.saturating_add(need.max(staging)));
+        let fits = |bytes: &u64| available.is_none_or(|left| *bytes <= left);
+        let least = ways.clone().min().unwrap_or(weights);
         Ok(Fit {
             tile: None,
-            bytes: need,
-            weights: 0,
-            smallest: need.saturating_add(report.used.total().saturating_sub(held)),
-            available: report.available.map(|left| left.saturating_add(held)),
+            bytes: ways.clone().find(fits).unwrap_or(least),
+            weights,
+            smallest: least.saturating_add(report.used.total().saturating_sub(held)),
+            available,
         })
     }
 

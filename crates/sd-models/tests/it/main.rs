@@ -35,6 +35,7 @@ mod tiny;
 mod transformer;
 mod vae;
 mod video_vae;
+mod video_vae_files;
 mod vision;
 mod wan;
 mod wan_files;

@@ -28,6 +28,8 @@ pub struct Encoding<'v> {
     /// Frames `[n, 3, height, width]` that wait, less the mean and by the deviation of their colours.
     waiting: Vec<f32>,
     given: usize,
+    /// Frames that there will be at least.
+    expected: usize,
     /// Tiles of clips that were encoded.
     done: usize,
 }
@@ -187,8 +189,15 @@ impl<'v> Encoding<'v> {
             columns,
             waiting: Vec::new(),
             given: 0,
+            expected: 0,
             done: 0,
         }
+    }
+
+    /// The same, of which it is known that so many frames will come.
+    pub(super) fn expecting(mut self, frames: usize) -> Encoding<'v> {
+        self.expected = frames;
+        self
     }
 
     /// Bytes that a clip of `frames` runs in beside weights.
@@ -217,6 +226,7 @@ impl<'v> Encoding<'v> {
             });
         }
         let is_whole = self.waiting() == self.config.clip_length;
+        self.expected = self.expected.max(self.given + 1);
         let posterior = is_whole
             .then(|| self.run(backend, self.config.clip_length, cancel, progress))
             .transpose()?;
@@ -302,7 +312,7 @@ impl<'v> Encoding<'v> {
             let moments = self.tiles.run(backend, &values, cancel, progress)?;
             mosaic.add((row, column), &moments);
             self.done += 1;
-            let clips = self.given.div_ceil(self.config.clip_length);
+            let clips = self.expected.div_ceil(self.config.clip_length);
             progress.report(&Progress::Chunk {
                 done: self.done,
                 total: (clips * count).max(self.done),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sd_backend::{Backend, DType, Mapping};
+use sd_backend::{Backend, DType, Mapping, Residence};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, LoadOptions, Progress, Reporter, Scope, TensorTypes, Weights,
 };
@@ -36,6 +36,8 @@ pub struct VideoVae {
 struct Half<M> {
     module: M,
     weights: Weights,
+    /// Whether the weights are where they live.
+    is_home: bool,
 }
 
 impl<M> Half<M> {
@@ -50,32 +52,43 @@ impl<M> Half<M> {
         Ok(Half {
             module,
             weights: Weights::new(checkpoint.clone(), params),
+            is_home: false,
         })
     }
 
-    /// Brings its weights, for what takes `need` bytes beside them, after those of the `other` half were given up if there is
+    fn live(&mut self, residence: Residence, mapping: Mapping, is_streamed: bool) {
+        self.weights.live(residence, mapping);
+        self.weights.stream(is_streamed);
+        self.is_home = false;
+    }
+
+    /// Brings its weights, for what takes one of `needs` bytes beside them, after those of the `other` half were given up if there is
     /// no room for both.
     fn bring<O>(
         &mut self,
         other: &mut Half<O>,
         backend: &Backend,
-        need: u64,
+        needs: &[u64],
         (cancel, progress): (&Cancel, &mut dyn Reporter),
     ) -> Result<()> {
-        let fit = self.fit(backend, other, need)?;
+        let fit = self.fit(backend, other, needs)?;
         let left = backend.ledger().report(backend.device()).available;
         let held = self.weights.device_bytes();
         if left.is_some_and(|left| fit.bytes.saturating_sub(held) > left) {
             other.weights.unload();
         }
         fit.check(backend)?;
+        if self.weights.residence() != Residence::Device && !self.is_home {
+            self.weights.load(backend, cancel, &mut *progress)?;
+            self.is_home = true;
+        }
         Ok(self.weights.bring(backend, cancel, progress)?)
     }
 
-    /// What it takes to do what needs `need` bytes beside its weights; the `other` half's may be given up for it.
-    fn fit<O>(&self, backend: &Backend, other: &Half<O>, need: u64) -> Result<Fit> {
+    /// What it takes to do what takes one of `needs` bytes beside its weights; the `other` half's may be given up for it.
+    fn fit<O>(&self, backend: &Backend, other: &Half<O>, needs: &[u64]) -> Result<Fit> {
         let halves = (&self.weights, other.weights.device_bytes());
-        Fit::of_one_way(backend, halves, need)
+        Fit::first_of(backend, halves, needs)
     }
 }
 
@@ -105,14 +118,15 @@ impl VideoVae {
             Some(config) => config,
             None => Config::of(&checkpoint)?,
         };
-        VideoVae::new(&checkpoint, config, options)
+        VideoVae::from_checkpoint(&checkpoint, config, options)
     }
 
-    /// A VAE with this configuration, whose tensors are those of `checkpoint`, under the model's names. Checks names and shapes.
+    /// A VAE with this configuration, whose tensors are those of `checkpoint`, under the model's names
+    /// ([`Identified::select`](crate::Identified::select)). Checks names and shapes.
     ///
     /// # Errors
     /// What does not fit.
-    pub(crate) fn new(
+    pub fn from_checkpoint(
         checkpoint: &Checkpoint,
         config: Config,
         options: &LoadOptions,
@@ -134,13 +148,11 @@ impl VideoVae {
         })
     }
 
-    /// Says whether the weights' files may be used where they lie in memory: [`Mapping::Auto`] if not called.
-    pub fn mapping(mut self, mapping: Mapping) -> VideoVae {
-        for weights in [&mut self.encoder.weights, &mut self.decoder.weights] {
-            let residence = weights.residence();
-            weights.live(residence, mapping);
-        }
-        self
+    /// Says where the weights live while they are not used, whether their files may be mapped, and whether the decoder's stay
+    /// there and come and go block by block while it runs: [`Residence::Device`], [`Mapping::Auto`] and no if not called.
+    pub fn live(&mut self, residence: Residence, mapping: Mapping, is_streamed: bool) {
+        self.encoder.live(residence, mapping, false);
+        self.decoder.live(residence, mapping, is_streamed);
     }
 
     /// The configuration.
@@ -148,14 +160,14 @@ impl VideoVae {
         &self.config
     }
 
-    /// The encoder's weights, to say where they live.
-    pub fn encoder_weights_mut(&mut self) -> &mut Weights {
-        &mut self.encoder.weights
+    /// The encoder's weights.
+    pub fn encoder_weights(&self) -> &Weights {
+        &self.encoder.weights
     }
 
-    /// The decoder's weights, to say where they live.
-    pub fn decoder_weights_mut(&mut self) -> &mut Weights {
-        &mut self.decoder.weights
+    /// The decoder's weights.
+    pub fn decoder_weights(&self) -> &Weights {
+        &self.decoder.weights
     }
 
     /// Takes the weights of both halves out of memory; they come back when they are needed.
@@ -179,7 +191,7 @@ impl VideoVae {
         self.check_size(size, tiling)?;
         let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
         let need = encoding.need(backend, frames)?;
-        self.encoder.fit(backend, &self.decoder, need)
+        self.encoder.fit(backend, &self.decoder, &[need])
     }
 
     /// What decoding a clip takes of the memory of the device of `backend`: latents with `height` rows and `width` columns, as
@@ -195,17 +207,18 @@ impl VideoVae {
     ) -> Result<Fit> {
         tiling.check(self.config.scale_factor())?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
-        let need = self.decoding_need(backend, &decoding)?;
-        self.decoder.fit(backend, &self.encoder, need)
+        let needs = self.decoding_needs(backend, &decoding)?;
+        self.decoder.fit(backend, &self.encoder, &needs)
     }
 
-    /// Bytes that a tile takes beside weights that are loaded.
-    fn decoding_need(&self, backend: &Backend, decoding: &Decoding<'_>) -> Result<u64> {
+    /// Bytes that a tile takes beside weights that are loaded: its graph in one piece, and in segments.
+    fn decoding_needs(&self, backend: &Backend, decoding: &Decoding<'_>) -> Result<[u64; 2]> {
         let estimate = decoding.estimate(backend)?;
-        Ok(match self.decoder.weights.is_streamed() {
-            true => estimate.segmented_bytes + estimate.streamed_weight_bytes,
-            false => estimate.compute_bytes.min(estimate.segmented_bytes),
-        } + estimate.constant_bytes)
+        let segmented = match self.decoder.weights.is_streamed() {
+            true => [estimate.segmented_bytes + estimate.streamed_weight_bytes; 2],
+            false => [estimate.compute_bytes, estimate.segmented_bytes],
+        };
+        Ok(segmented.map(|bytes| bytes + estimate.constant_bytes))
     }
 
     /// Begins to encode a clip of pictures with `height` rows and `width` columns.
@@ -220,29 +233,25 @@ impl VideoVae {
         tiling: Tiling,
         cancel: &Cancel,
     ) -> Result<Encoding<'_>> {
-        self.begin_encoding(backend, usize::MAX, size, tiling, cancel)
+        self.begin_encoding(backend, None, size, tiling, cancel)
     }
 
     fn begin_encoding(
         &mut self,
         backend: &Backend,
-        frames: usize,
+        frames: Option<usize>,
         size: (usize, usize),
         tiling: Tiling,
         cancel: &Cancel,
     ) -> Result<Encoding<'_>> {
         self.check_size(size, tiling)?;
         let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
-        let need = encoding.need(backend, frames)?;
+        let need = encoding.need(backend, frames.unwrap_or(usize::MAX))?;
         let quiet: &mut dyn Reporter = &mut |_: &Progress| {};
         let (own, other) = (&mut self.encoder, &mut self.decoder);
-        own.bring(other, backend, need, (cancel, quiet))?;
-        Ok(Encoding::new(
-            &own.module,
-            &self.config,
-            sides(size),
-            tiling,
-        ))
+        own.bring(other, backend, &[need], (cancel, quiet))?;
+        let encoding = Encoding::new(&own.module, &self.config, sides(size), tiling);
+        Ok(encoding.expecting(frames.unwrap_or(0)))
     }
 
     /// The latents of one picture `[3, height, width]`.
@@ -257,7 +266,7 @@ impl VideoVae {
         tiling: Tiling,
         (cancel, progress): (&Cancel, &mut dyn Reporter),
     ) -> Result<Posterior> {
-        let mut encoding = self.begin_encoding(backend, 1, size, tiling, cancel)?;
+        let mut encoding = self.begin_encoding(backend, Some(1), size, tiling, cancel)?;
         encoding.push(backend, picture, cancel, progress)?;
         encoding.finish(backend, cancel, progress)
     }
@@ -276,7 +285,7 @@ impl VideoVae {
     ) -> Result<(Posterior, ClipReport)> {
         check_clip(clip, 3)?;
         let size = (clip.height, clip.width);
-        let mut encoding = self.begin_encoding(backend, clip.frames, size, tiling, cancel)?;
+        let mut encoding = self.begin_encoding(backend, Some(clip.frames), size, tiling, cancel)?;
         let mut whole: Option<Posterior> = None;
         let mut add = |part: Posterior| match &mut whole {
             Some(whole) => whole.append(&part),
@@ -316,9 +325,9 @@ impl VideoVae {
         tiling.check(self.config.scale_factor())?;
         let size = (latents.height, latents.width);
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
-        let need = self.decoding_need(backend, &decoding)?;
+        let needs = self.decoding_needs(backend, &decoding)?;
         let (own, other) = (&mut self.decoder, &mut self.encoder);
-        own.bring(other, backend, need, (cancel, &mut *progress))?;
+        own.bring(other, backend, &needs, (cancel, &mut *progress))?;
         let mut decoding = Decoding::new(&own.module, &self.config, size, tiling);
         decoding.run(backend, latents, cancel, progress, frame)?;
         let mut report = ClipReport::default();
