@@ -2,6 +2,7 @@
 
 mod ffmpeg;
 mod input;
+mod minimax_h3;
 mod output;
 
 use std::io::Write;
@@ -9,7 +10,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use sd_backend::{Backend, BackendOptions, Bytes, Device, Ledger};
-use sd_graph::{Cancel, LoadOptions};
+use sd_graph::{Cancel, Checkpoint, LoadOptions};
+use sd_models::minimax_h3::video_vae::VideoVae;
 use sd_models::wan_vae::{Clip, ClipReport, Latents, Tiling, WanVae, Work};
 use sd_models::{Error as ModelError, FrameRate, Image};
 use serde::Serialize;
@@ -38,9 +40,14 @@ struct Report {
 
 pub(crate) fn run(command: &Vae) -> Result<(), Error> {
     let started = Instant::now();
-    let (files, mut report) = match command {
-        Vae::Encode(files) => (files, encode(files)?),
-        Vae::Decode(files) => (files, decode(files)?),
+    let (Vae::Encode(files) | Vae::Decode(files)) = command;
+    // What is wrong with files is told by whoever opens them as a VAE.
+    let is_of_h3 = Checkpoint::open(&files.vae).is_ok_and(|weights| VideoVae::is_in(&weights));
+    let mut report = match (command, is_of_h3) {
+        (Vae::Encode(files), false) => encode(files)?,
+        (Vae::Decode(files), false) => decode(files)?,
+        (Vae::Encode(files), true) => minimax_h3::encode(files)?,
+        (Vae::Decode(files), true) => minimax_h3::decode(files)?,
     };
     report.seconds = (started.elapsed().as_secs_f64() * 1e4).round() / 1e4;
     let mut out = std::io::stdout().lock();
@@ -92,16 +99,21 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
         Tile::Auto => Tiling::Fit,
         Tile::Whole => Tiling::Whole,
     };
+    Ok(Opened {
+        vae,
+        backend: backend(files)?,
+        work: Work::from(tiling).circular(files.circular.map(Into::into).unwrap_or_default()),
+        cancel: Cancel::new(),
+    })
+}
+
+/// The device that was asked for.
+fn backend(files: &VaeFiles) -> Result<Backend, Error> {
     let mut options = BackendOptions::default().ledger(&Ledger::new(files.memory_budget.clone()));
     if let Some(threads) = files.threads {
         options = options.threads(threads);
     }
-    Ok(Opened {
-        vae,
-        backend: Backend::new(Device::select(&files.device)?, &options)?,
-        work: Work::from(tiling).circular(files.circular.map(Into::into).unwrap_or_default()),
-        cancel: Cancel::new(),
-    })
+    Ok(Backend::new(Device::select(&files.device)?, &options)?)
 }
 
 /// Refuses a clip where the VAE is for pictures.

@@ -86,6 +86,54 @@ fn a_picture_goes_in_and_comes_out() {
     }
 }
 
+/// The VAE of MiniMax H3: of 8 frames a clip of 5 stays, in tiles and not.
+#[test]
+fn frames_go_through_the_vae_of_minimax_h3() {
+    let folder = tempfile::tempdir().unwrap();
+    let frames = folder.path().join("frames");
+    std::fs::create_dir(&frames).unwrap();
+    for index in 0..8 {
+        picture(&frames.join(format!("{index}.png")), 24, 16, index);
+    }
+    let vae = repository().join("crates/sd-models/tests/fixtures/minimax_h3_vae_long");
+    let vae = vae.to_str().unwrap();
+    let (latents, out) = ("z.safetensors", "out");
+    let encode = ["vae", "encode", "frames", "--vae", vae, "-o", latents];
+    let ended = sd(folder.path(), &encode);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let told = "of 8 frames the latents hold 5";
+    assert!(ended.err.contains(told), "{ended:?}");
+    let bytes = std::fs::read(folder.path().join(latents)).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.tensor("latents").unwrap().shape(), [2, 6, 4, 6]);
+
+    for (tile, told) in [("auto", "at once"), ("12", "in squares of 12 pixels")] {
+        let decode = [
+            "vae", "decode", latents, "--vae", vae, "-o", out, "--tile", tile,
+        ];
+        let ended = sd(folder.path(), &decode);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        assert!(ended.out.contains(told), "{ended:?}");
+        let names = std::fs::read_dir(folder.path().join(out)).unwrap();
+        assert_eq!(names.count(), 5);
+        let (width, height, _) = read(&folder.path().join("out/00005.png"));
+        assert_eq!((width, height), (24, 16));
+        std::fs::remove_dir_all(folder.path().join(out)).unwrap();
+    }
+    let decode = ["vae", "decode", latents, "--vae", vae, "-o", out];
+    let with = |more: [&'static str; 2]| [&decode[..], &more[..]].concat();
+    assert_refused(
+        folder.path(),
+        &with(["--circular", "x"]),
+        &["circular", "cannot join"],
+    );
+    assert_refused(
+        folder.path(),
+        &with(["--tile", "6"]),
+        &["tiles of 6 pixels"],
+    );
+}
+
 #[test]
 fn a_folder_of_frames_goes_in_and_comes_out() {
     let folder = tempfile::tempdir().unwrap();

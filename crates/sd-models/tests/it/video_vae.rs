@@ -60,7 +60,7 @@ pub(crate) fn decode(
     let mut frames = Vec::new();
     let mut add = |frame: &[f32]| {
         frames.extend_from_slice(frame);
-        Ok(())
+        Ok::<_, Error>(())
     };
     let (cancel, quiet) = (Cancel::new(), &mut |_: &Progress| {});
     vae.decode(backend, latents, tiling, (&cancel, quiet), &mut add)
@@ -266,7 +266,7 @@ fn a_long_clip_takes_the_memory_of_a_short_one() {
         let mut made = 0;
         let mut count = |_: &[f32]| {
             made += 1;
-            Ok(())
+            Ok::<_, Error>(())
         };
         let with = (&cancel, &mut quiet as &mut dyn sd_graph::Reporter);
         let report = vae
@@ -327,7 +327,7 @@ fn progress_is_told_and_runs_can_be_ended() {
     };
     let mut count = |_: &[f32]| {
         frames += 1;
-        Ok(())
+        Ok::<_, Error>(())
     };
     let with = (&cancel, &mut listen as &mut dyn sd_graph::Reporter);
     let outcome = vae.decode(&mut backend, &latents, tiling, with, &mut count);

@@ -271,7 +271,7 @@ fn what_cannot_be_is_refused_with_its_reason() {
     let mut vae = open(LONG);
     let cancel = Cancel::new();
     let mut quiet = |_: &Progress| {};
-    let mut nothing = |_: &[f32]| Ok(());
+    let mut nothing = |_: &[f32]| Ok::<_, Error>(());
     let mut told = Vec::new();
     for (size, tiling) in [
         ((8, 10), Tiling::Whole),
@@ -392,7 +392,7 @@ fn the_smallest_budget_does_and_changes_no_number() {
     let mut all = Vec::new();
     let mut add = |frame: &[f32]| {
         all.extend_from_slice(frame);
-        Ok(())
+        Ok::<_, Error>(())
     };
     let mut backend = with_budget(1000);
     let with = (&cancel, &mut quiet as &mut dyn sd_graph::Reporter);

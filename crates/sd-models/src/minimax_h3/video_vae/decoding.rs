@@ -7,7 +7,7 @@ use super::config::Config;
 use super::decoder::Decoder;
 use super::encoding::PIXELS;
 use super::tiles::{Mosaic, Tiles, Tiling};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::wan_vae::Clip;
 
 /// Decodes the latents of one clip after the other.
@@ -56,14 +56,14 @@ impl<'v> Decoding<'v> {
     }
 
     /// Gives `frame` each frame of `latents`, planes of red, green and blue from 0 to 1, as soon as it is made.
-    pub(super) fn run(
+    pub(super) fn run<E: From<Error>>(
         &mut self,
         backend: &mut Backend,
         latents: &Clip,
         cancel: &Cancel,
         progress: &mut dyn Reporter,
-        frame: &mut dyn FnMut(&[f32]) -> Result<()>,
-    ) -> Result<()> {
+        frame: &mut dyn FnMut(&[f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let config = self.config;
         let step = config.clip_latents();
         // The last clip of all is decoded behind the one before, where something was left out of it.
@@ -72,7 +72,7 @@ impl<'v> Decoding<'v> {
         let clips = clips.saturating_sub(without).max(1);
         let tiles = self.rows.count() * self.columns.count();
         let mut left = config.frames(latents.frames);
-        let mut emit = |values: &mut [f32], side: usize| -> Result<()> {
+        let mut emit = |values: &mut [f32], side: usize| -> Result<(), E> {
             for picture in values.chunks_exact_mut(side.max(1)).take(left) {
                 to_pixels(picture);
                 frame(picture)?;

@@ -53,6 +53,14 @@ impl Tiling {
         }
     }
 
+    /// Latents along a side of the tiles of frames of so many latents; none if all is worked on at once.
+    pub(super) fn tile(self, (height, width): (usize, usize), scale: usize) -> Option<usize> {
+        match self {
+            Tiling::Tiles { size, .. } if size / scale < height.max(width) => Some(size / scale),
+            _ => None,
+        }
+    }
+
     /// Tiles over a side of so many latents of `scale` pixels, in latents.
     pub(super) fn over(self, side: usize, scale: usize) -> Tiles {
         match self {

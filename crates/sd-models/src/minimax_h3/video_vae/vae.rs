@@ -16,7 +16,7 @@ use super::names::VIDEO_VAE;
 use super::posterior::Posterior;
 use super::tiles::Tiling;
 use crate::error::{Error, Result};
-use crate::families::part_in;
+use crate::families::{part_in, parts_in};
 use crate::rope::Size;
 use crate::wan_vae::{Clip, ClipReport, Fit};
 
@@ -121,6 +121,12 @@ impl VideoVae {
         VideoVae::from_checkpoint(&checkpoint, config, options)
     }
 
+    /// Whether `checkpoint` holds such a VAE, by the names of its tensors.
+    pub fn is_in(checkpoint: &Checkpoint) -> bool {
+        let mut parts = parts_in(checkpoint).into_iter();
+        parts.any(|found| std::ptr::eq(found.known, &VIDEO_VAE))
+    }
+
     /// A VAE with this configuration, whose tensors are those of `checkpoint`, under the model's names
     /// ([`Identified::select`](crate::Identified::select)). Checks names and shapes.
     ///
@@ -191,7 +197,11 @@ impl VideoVae {
         self.check_size(size, tiling)?;
         let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
         let need = encoding.need(backend, frames)?;
-        self.encoder.fit(backend, &self.decoder, &[need])
+        let scale = self.config.scale_factor();
+        Ok(Fit {
+            tile: tiling.tile((size.0 / scale, size.1 / scale), scale),
+            ..self.encoder.fit(backend, &self.decoder, &[need])?
+        })
     }
 
     /// What decoding a clip takes of the memory of the device of `backend`: latents with `height` rows and `width` columns, as
@@ -208,7 +218,10 @@ impl VideoVae {
         tiling.check(self.config.scale_factor())?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         let needs = self.decoding_needs(backend, &decoding)?;
-        self.decoder.fit(backend, &self.encoder, &needs)
+        Ok(Fit {
+            tile: tiling.tile(size, self.config.scale_factor()),
+            ..self.decoder.fit(backend, &self.encoder, &needs)?
+        })
     }
 
     /// Bytes that a tile takes beside weights that are loaded: its graph in one piece, and in segments.
@@ -297,14 +310,15 @@ impl VideoVae {
             }
         }
         add(encoding.finish(backend, cancel, progress)?);
-        let mut report = ClipReport::default();
-        report.peak = encoding.peak();
+        let peak = encoding.peak();
+        let scale = self.config.scale_factor();
+        let tile = tiling.tile((clip.height / scale, clip.width / scale), scale);
         let none = Error::Clip {
             what: "frames",
             found: 0,
             wanted: 1,
         };
-        Ok((whole.ok_or(none)?, report))
+        Ok((whole.ok_or(none)?, ClipReport { tile, peak }))
     }
 
     /// Decodes latents `[t, channels, height, width]` and gives `frame` each picture as soon as it is made;
@@ -313,14 +327,14 @@ impl VideoVae {
     /// # Errors
     /// [`Error::Clip`] for latents that are not what they say, [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of
     /// memory or files, a cancelled run; and whatever `frame` fails with.
-    pub fn decode(
+    pub fn decode<E: From<Error>>(
         &mut self,
         backend: &mut Backend,
         latents: &Clip,
         tiling: Tiling,
         (cancel, progress): (&Cancel, &mut dyn Reporter),
-        frame: &mut dyn FnMut(&[f32]) -> Result<()>,
-    ) -> Result<ClipReport> {
+        frame: &mut dyn FnMut(&[f32]) -> Result<(), E>,
+    ) -> Result<ClipReport, E> {
         check_clip(latents, self.config.latent_channels)?;
         tiling.check(self.config.scale_factor())?;
         let size = (latents.height, latents.width);
@@ -330,9 +344,10 @@ impl VideoVae {
         own.bring(other, backend, &needs, (cancel, &mut *progress))?;
         let mut decoding = Decoding::new(&own.module, &self.config, size, tiling);
         decoding.run(backend, latents, cancel, progress, frame)?;
-        let mut report = ClipReport::default();
-        report.peak = decoding.peak;
-        Ok(report)
+        Ok(ClipReport {
+            tile: tiling.tile(size, self.config.scale_factor()),
+            peak: decoding.peak,
+        })
     }
 
     fn check_size(&self, (height, width): (usize, usize), tiling: Tiling) -> Result<()> {
