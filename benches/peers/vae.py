@@ -14,10 +14,19 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLQwenImage21, AutoencoderKLWan
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLQwenImage21, AutoencoderKLWan
 from safetensors.torch import load_file
 
-CLASSES = {"wan21": AutoencoderKLWan, "wan22": AutoencoderKLWan, "qwen21": AutoencoderKLQwenImage21}
+CLASSES = {
+    "wan21": AutoencoderKLWan,
+    "wan22": AutoencoderKLWan,
+    "qwen21": AutoencoderKLQwenImage21,
+    "minimaxh3": AutoencoderKLMiniMaxH3,
+}
+
+# What MiniMax H3's takes pixels from 0 to 1 less of, and by.
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1, 1)
 
 
 def resident():
@@ -41,16 +50,22 @@ def main():
     dtype = getattr(torch, arguments.type)
     before = resident()
     vae = CLASSES[last["model"]].from_pretrained(folder, torch_dtype=dtype).to(arguments.device)
-    if arguments.tile:
+    is_of_h3 = last["model"] == "minimaxh3"
+    if is_of_h3 and last["tile"] is None:
+        vae.disable_tiling()
+    elif arguments.tile:
         vae.enable_tiling()
+    mean, std = MEAN.to(arguments.device), STD.to(arguments.device)
     # [frames, channels, height, width] -> [1, channels, frames, height, width]
     load = lambda name: load_file(folder / f"{name}.safetensors")["latents"]
     given = load("input").transpose(0, 1)[None].to(arguments.device, dtype)
 
     def run():
         if last["task"] == "decode":
-            return vae.decode(given).sample
-        return vae.encode(given).latent_dist.mode()
+            sample = vae.decode(given).sample
+            return (sample * std + mean).clamp(0, 1) if is_of_h3 else sample
+        pixels = (given - mean) / std if is_of_h3 else given
+        return vae.encode(pixels).latent_dist.mode()
 
     seconds = []
     runs = len(last["runs"]) if arguments.runs is None else arguments.runs

@@ -20,9 +20,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use sd_backend::{Backend, BackendOptions, DType, Device, Ledger, MemoryBudgets, MemoryKind};
-use sd_graph::{Cancel, LoadOptions};
+use sd_graph::{Cancel, LoadOptions, Progress, Reporter};
+use sd_models::minimax_h3::video_vae::{self, VideoVae};
 use sd_models::noise;
-use sd_models::wan_vae::{Clip, Latents, Tiling, WanVae, Work};
+use sd_models::wan_vae::{Clip, ClipReport, Fit, Latents, Tiling, WanVae, Work};
 use serde_json::{Value, json};
 
 /// What a VAE takes.
@@ -78,6 +79,8 @@ pub enum Model {
     Wan22,
     /// Qwen-Image 2.1's.
     Qwen21,
+    /// MiniMax H3's, of frames.
+    MinimaxH3,
 }
 
 impl Model {
@@ -93,6 +96,9 @@ impl Model {
             Model::Qwen21 => {
                 include_str!("../../crates/sd-models/tests/fixtures/published/qwenimage21_vae.json")
             }
+            Model::MinimaxH3 => {
+                include_str!("../../crates/sd-models/tests/fixtures/published/minimax_h3_vae.json")
+            }
         };
         Ok(serde_json::from_str(text)?)
     }
@@ -103,6 +109,118 @@ fn size(text: &str) -> Result<(usize, usize), String> {
         .split_once('x')
         .and_then(|(width, height)| Some((width.parse().ok()?, height.parse().ok()?)));
     sides.ok_or_else(|| "WIDTHxHEIGHT is expected".to_owned())
+}
+
+/// A VAE that was opened, and how it works on frames.
+enum Opened {
+    Wan(Box<WanVae>, Work),
+    MinimaxH3(Box<VideoVae>, video_vae::Tiling),
+}
+
+impl Opened {
+    fn new(model: Model, folder: &Path, options: &LoadOptions, tile: &str) -> Result<Opened> {
+        let pixels = || tile.parse::<usize>().context("--tile");
+        if let Model::MinimaxH3 = model {
+            let vae = VideoVae::open(folder, options)?;
+            let tiling = match tile {
+                "auto" => video_vae::Tiling::default(),
+                "whole" => video_vae::Tiling::Whole,
+                _ => video_vae::Tiling::Tiles {
+                    size: pixels()?,
+                    overlap: (pixels()? / 4).next_multiple_of(vae.config().scale_factor()),
+                },
+            };
+            return Ok(Opened::MinimaxH3(Box::new(vae), tiling));
+        }
+        let vae = WanVae::open(folder, options)?;
+        let tiling = match tile {
+            "auto" => Tiling::Fit,
+            "whole" => Tiling::Whole,
+            _ => Tiling::Squares(pixels()? / vae.config().scale_factor()),
+        };
+        Ok(Opened::Wan(Box::new(vae), tiling.into()))
+    }
+
+    fn scale(&self) -> usize {
+        match self {
+            Opened::Wan(vae, _) => vae.config().scale_factor(),
+            Opened::MinimaxH3(vae, _) => vae.config().scale_factor(),
+        }
+    }
+
+    /// Channels of frames and of latents.
+    fn channels(&self) -> [usize; 2] {
+        match self {
+            Opened::Wan(vae, _) => [vae.config().channels(), vae.config().z_dim],
+            Opened::MinimaxH3(vae, _) => [3, vae.config().latent_channels],
+        }
+    }
+
+    fn latent_frames(&self, frames: usize) -> usize {
+        match self {
+            Opened::Wan(vae, _) => vae.config().latent_frames(frames),
+            Opened::MinimaxH3(vae, _) => vae.config().latent_frames(frames),
+        }
+    }
+
+    /// What encoding or decoding takes, in frames and pixels.
+    fn fit(
+        &self,
+        backend: &Backend,
+        encodes: bool,
+        frames: usize,
+        (height, width): (usize, usize),
+    ) -> Result<Fit> {
+        let size = (height / self.scale(), width / self.scale());
+        Ok(match (self, encodes) {
+            (Opened::Wan(vae, work), true) => {
+                vae.fit_encoding(backend, frames, (height, width), *work)?
+            }
+            (Opened::Wan(vae, work), false) => {
+                vae.fit_decoding(backend, self.latent_frames(frames), size, *work)?
+            }
+            (Opened::MinimaxH3(vae, tiling), true) => {
+                vae.fit_encoding(backend, frames, (height, width), *tiling)?
+            }
+            (Opened::MinimaxH3(vae, tiling), false) => vae.fit_decoding(backend, size, *tiling)?,
+        })
+    }
+
+    fn encode(&mut self, backend: &mut Backend, clip: &Clip) -> Result<(Clip, ClipReport)> {
+        let (cancel, mut quiet) = (Cancel::new(), |_: &Progress| {});
+        let with = (&cancel, &mut quiet as &mut dyn Reporter);
+        Ok(match self {
+            Opened::Wan(vae, work) => vae.encode(backend, clip, *work, &cancel)?,
+            Opened::MinimaxH3(vae, tiling) => {
+                let (posterior, report) = vae.encode(backend, clip, *tiling, with)?;
+                (posterior.mean, report)
+            }
+        })
+    }
+
+    fn decode(&mut self, backend: &mut Backend, latents: &Clip) -> Result<(Clip, ClipReport)> {
+        let (cancel, mut quiet) = (Cancel::new(), |_: &Progress| {});
+        let scale = self.scale();
+        let (vae, tiling) = match self {
+            Opened::Wan(vae, work) => return Ok(vae.decode(backend, latents, *work, &cancel)?),
+            Opened::MinimaxH3(vae, tiling) => (vae, *tiling),
+        };
+        let mut clip = Clip {
+            frames: 0,
+            channels: 3,
+            height: latents.height * scale,
+            width: latents.width * scale,
+            values: Vec::new(),
+        };
+        let mut add = |frame: &[f32]| {
+            clip.frames += 1;
+            clip.values.extend_from_slice(frame);
+            Ok::<_, sd_models::Error>(())
+        };
+        let with = (&cancel, &mut quiet as &mut dyn Reporter);
+        let report = vae.decode(backend, latents, tiling, with, &mut add)?;
+        Ok((clip, report))
+    }
 }
 
 /// Prints what was asked for as one JSON object, and returns it.
@@ -117,21 +235,13 @@ pub fn run(arguments: &Arguments) -> Result<Value> {
     write(&folder, &arguments.model.table()?)?;
 
     let options = LoadOptions::default().weight_type(arguments.weight_type);
-    let mut vae = WanVae::open(&folder, &options)?;
-    let config = vae.config().clone();
-    let scale = config.scale_factor();
-    let tiling = match arguments.tile.as_str() {
-        "auto" => Tiling::Fit,
-        "whole" => Tiling::Whole,
-        pixels => Tiling::Squares(pixels.parse::<usize>().context("--tile")? / scale),
-    };
-    let work = Work::from(tiling);
+    let mut vae = Opened::new(arguments.model, &folder, &options, &arguments.tile)?;
+    let scale = vae.scale();
     let ledger = Ledger::new(arguments.memory_budget.clone());
     let options = BackendOptions::default()
         .threads(arguments.threads)
         .ledger(&ledger);
     let mut backend = Backend::new(device, &options)?;
-    let cancel = Cancel::new();
 
     let (width, height) = arguments.size;
     ensure!(
@@ -139,13 +249,8 @@ pub fn run(arguments: &Arguments) -> Result<Value> {
         "sides must be multiples of {scale} pixels"
     );
     if arguments.plan {
-        let fit = match arguments.encode {
-            true => vae.fit_encoding(&backend, arguments.frames, (height, width), work)?,
-            false => {
-                let frames = config.latent_frames(arguments.frames);
-                vae.fit_decoding(&backend, frames, (height / scale, width / scale), work)?
-            }
-        };
+        let size = (height, width);
+        let fit = vae.fit(&backend, arguments.encode, arguments.frames, size)?;
         let report = json!({
             "bytes": fit.bytes,
             "tile": fit.tile.map(|tile| tile * scale),
@@ -154,24 +259,23 @@ pub fn run(arguments: &Arguments) -> Result<Value> {
         println!("{report}");
         return Ok(report);
     }
+    let [colours, latent_channels] = vae.channels();
     let input = match arguments.encode {
-        true => clip([arguments.frames, config.channels(), height, width], 0.5),
-        false => clip(
-            [
-                config.latent_frames(arguments.frames),
-                config.z_dim,
-                height / scale,
-                width / scale,
-            ],
-            1.0,
-        ),
+        true => clip([arguments.frames, colours, height, width], 0.5),
+        false => {
+            let frames = vae.latent_frames(arguments.frames);
+            clip(
+                [frames, latent_channels, height / scale, width / scale],
+                1.0,
+            )
+        }
     };
     let (mut seconds, mut last) = (Vec::new(), None);
     for run in 0..=arguments.runs {
         let begin = Instant::now();
         let outcome = match arguments.encode {
-            true => vae.encode(&mut backend, &input, work, &cancel)?,
-            false => vae.decode(&mut backend, &input, work, &cancel)?,
+            true => vae.encode(&mut backend, &input)?,
+            false => vae.decode(&mut backend, &input)?,
         };
         if run > 0 || arguments.runs == 0 {
             seconds.push((begin.elapsed().as_secs_f64() * 1e4).round() / 1e4);

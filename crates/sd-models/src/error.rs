@@ -140,6 +140,18 @@ pub enum Error {
         /// What both must have at least.
         least: usize,
     },
+    /// Frames that are larger than any.
+    #[error(
+        "frames of {width}x{height} are too large: at most {most} pixels along a side are possible"
+    )]
+    LargeFrame {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+        /// What both may have at most.
+        most: usize,
+    },
     /// Tiles that a VAE cannot work in.
     #[error(
         "tiles of {size} pixels that overlap by {overlap} cannot be: both must be multiples of {multiple}, a tile twice that at \

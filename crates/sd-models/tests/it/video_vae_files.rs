@@ -277,6 +277,7 @@ fn what_cannot_be_is_refused_with_its_reason() {
         ((8, 10), Tiling::Whole),
         ((4, 8), Tiling::Whole),
         ((0, 8), Tiling::Whole),
+        ((1 << 40, 1 << 40), Tiling::Whole),
         (
             (8, 8),
             Tiling::Tiles {
@@ -345,10 +346,13 @@ fn what_cannot_be_is_refused_with_its_reason() {
         );
         told.push(outcome.unwrap_err().to_string());
     }
+    let error = vae.fit_decoding(&backend, (usize::MAX, 2), Tiling::Whole);
+    told.push(error.unwrap_err().to_string());
     let wanted = [
         "frames of 10x8 cannot be encoded: both sides must be multiples of 4",
         "frames of 8x4 cannot be encoded: both sides must have at least 8",
         "multiples of 4",
+        "are too large: at most 65536",
         "tiles of 4 pixels that overlap by 4 cannot be",
         "tiles of 16 pixels that overlap by 6 cannot be",
         "tiles of 16 pixels that overlap by 16 cannot be",
@@ -359,6 +363,7 @@ fn what_cannot_be_is_refused_with_its_reason() {
         "0 frames instead of 1",
         "7 values instead of 252",
         "0 rows instead of 1",
+        "are too large",
     ];
     assert_eq!(told.len(), wanted.len());
     for (told, wanted) in told.iter().zip(wanted) {

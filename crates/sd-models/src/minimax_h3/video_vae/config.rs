@@ -267,7 +267,7 @@ impl Config {
             0 => 0,
             rest => 1 + (rest - 1) * self.frames_per_latent(),
         };
-        clips * self.clip_length + more
+        clips.saturating_mul(self.clip_length).saturating_add(more)
     }
 
     /// Latent frames that a clip has in common with the next when they are decoded.

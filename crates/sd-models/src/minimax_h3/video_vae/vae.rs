@@ -20,6 +20,9 @@ use crate::families::{part_in, parts_in};
 use crate::rope::Size;
 use crate::wan_vae::{Clip, ClipReport, Fit};
 
+/// Most pixels along a side of a frame.
+const MOST_SIDE: usize = 1 << 16;
+
 /// A video VAE of MiniMax H3. Opening checks names and shapes of all tensors; the weights of each half are loaded when it is
 /// first used.
 ///
@@ -208,14 +211,14 @@ impl VideoVae {
     /// many frames of them as there may be. Nothing is loaded.
     ///
     /// # Errors
-    /// [`Error::Tiles`], and the engine's.
+    /// [`Error::LargeFrame`], [`Error::Tiles`], and the engine's.
     pub fn fit_decoding(
         &self,
         backend: &Backend,
         size: (usize, usize),
         tiling: Tiling,
     ) -> Result<Fit> {
-        tiling.check(self.config.scale_factor())?;
+        self.check_latents(size, tiling)?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         let needs = self.decoding_needs(backend, &decoding)?;
         Ok(Fit {
@@ -238,7 +241,7 @@ impl VideoVae {
     ///
     /// # Errors
     /// [`Error::FrameSize`] unless both are multiples of [`Config::scale_factor`], [`Error::SmallFrame`] unless they are two
-    /// latents at least, [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of memory or files, a cancelled run.
+    /// latents at least, [`Error::LargeFrame`], [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of memory or files, a cancelled run.
     pub fn encoding(
         &mut self,
         backend: &Backend,
@@ -325,8 +328,8 @@ impl VideoVae {
     /// [`Config::frames`] says how many there will be. A latent frame that was encoded of a picture alone is one picture.
     ///
     /// # Errors
-    /// [`Error::Clip`] for latents that are not what they say, [`Error::Tiles`]; [`Error::TooLittleMemory`], other failures of
-    /// memory or files, a cancelled run; and whatever `frame` fails with.
+    /// [`Error::Clip`] for latents that are not what they say, [`Error::LargeFrame`], [`Error::Tiles`];
+    /// [`Error::TooLittleMemory`], other failures of memory or files, a cancelled run; and whatever `frame` fails with.
     pub fn decode<E: From<Error>>(
         &mut self,
         backend: &mut Backend,
@@ -336,8 +339,8 @@ impl VideoVae {
         frame: &mut dyn FnMut(&[f32]) -> Result<(), E>,
     ) -> Result<ClipReport, E> {
         check_clip(latents, self.config.latent_channels)?;
-        tiling.check(self.config.scale_factor())?;
         let size = (latents.height, latents.width);
+        self.check_latents(size, tiling)?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         let needs = self.decoding_needs(backend, &decoding)?;
         let (own, other) = (&mut self.decoder, &mut self.encoder);
@@ -370,7 +373,27 @@ impl VideoVae {
                 least,
             });
         }
-        Ok(())
+        check_large((height, width), 1)
+    }
+
+    /// Refuses latents of sizes that cannot be.
+    fn check_latents(&self, size: (usize, usize), tiling: Tiling) -> Result<()> {
+        let scale = self.config.scale_factor();
+        tiling.check(scale)?;
+        check_large(size, scale)
+    }
+}
+
+/// Refuses frames whose sides, in units of `scale` pixels, are larger than any.
+fn check_large((height, width): (usize, usize), scale: usize) -> Result<()> {
+    let (height, width) = (height.saturating_mul(scale), width.saturating_mul(scale));
+    match height.max(width) <= MOST_SIDE {
+        true => Ok(()),
+        false => Err(Error::LargeFrame {
+            width,
+            height,
+            most: MOST_SIDE,
+        }),
     }
 }
 
