@@ -5,6 +5,7 @@ use std::path::Path;
 
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
+use sd_backend::fake::{FakeDevice, FakeOptions};
 use sd_backend::{
     Backend, BackendOptions, Device, Ledger, Mapping, MemoryBudget, MemoryBudgets, Residence,
 };
@@ -444,4 +445,55 @@ fn streamed_weights_give_the_same_frames() {
         let is = decode(&mut vae, &mut backend, &latents(), Tiling::Whole);
         assert!(is == frames, "{residence:?}");
     }
+}
+
+/// Whichever allocation a device refuses: an error, nothing that stays, and the next run gives all frames.
+#[test]
+fn allocations_that_fail_are_errors_and_leave_nothing() {
+    let fake = FakeDevice::new(FakeOptions::default());
+    let ledger = Ledger::with_headroom(MemoryBudgets::default(), 0);
+    let options = BackendOptions::default().threads(2).ledger(&ledger);
+    let mut backend = Backend::new(fake.device(), &options).unwrap();
+    let tiling = Tiling::Tiles {
+        size: 8,
+        overlap: 4,
+    };
+    let mut vae = open(LONG);
+    let frames = decode(&mut vae, &mut backend, &latents(), tiling);
+    let means = encode(&mut vae, &mut backend, &pixels(), tiling);
+    let (cancel, mut quiet) = (Cancel::new(), |_: &Progress| {});
+    for encodes in [false, true] {
+        let mut run = |vae: &mut VideoVae| {
+            let with = (&cancel, &mut quiet as &mut dyn sd_graph::Reporter);
+            if encodes {
+                return vae.encode(&mut backend, &pixels(), tiling, with).map(drop);
+            }
+            let mut drop_it = |_: &[f32]| Ok::<_, Error>(());
+            let outcome = vae.decode(&mut backend, &latents(), tiling, with, &mut drop_it);
+            outcome.map(drop)
+        };
+        vae.unload();
+        let before = fake.counts().allocations;
+        run(&mut vae).unwrap();
+        let all = fake.counts().allocations - before;
+        let mut refused = 0;
+        for number in 1..=all {
+            vae.unload();
+            assert_eq!((fake.counts().buffers, fake.counts().bytes), (0, 0));
+            fake.fail_allocation(number);
+            match run(&mut vae) {
+                // Plans are given up and built anew where that helps.
+                Ok(()) => {}
+                Err(error) => {
+                    assert!(error.is_out_of_memory(), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        println!("encodes {encodes}: {refused} of {all} allocations that failed were told");
+        // Weights are asked for once, and what goes from chunk to chunk.
+        assert!(refused > u64::from(encodes), "{refused} of {all}");
+    }
+    assert!(decode(&mut vae, &mut backend, &latents(), tiling) == frames);
+    assert!(encode(&mut vae, &mut backend, &pixels(), tiling) == means);
 }

@@ -113,7 +113,12 @@ fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
             let inner = |level: usize| 1 + usize::from((1..=2).contains(&level));
             (0..levels).map(inner).collect()
         }
-        _ => return Err("its shapes do not say which levels shorten time".to_owned()),
+        _ => {
+            return Err(
+                "its shapes do not say which levels shorten time, as its config.json does"
+                    .to_owned(),
+            );
+        }
     };
     if dim == 0 || !dim.is_multiple_of(HEAD_DIM) || !wide.is_multiple_of(dim) {
         return Err(format!(
