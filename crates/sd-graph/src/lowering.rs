@@ -60,7 +60,7 @@ impl Lowering<'_> {
                     build(ctx, a.as_ptr(), b.as_ptr())
                 }
                 (&Op::Affine { scale, offset }, &[x]) => {
-                    sys::ggml_scale_bias(ctx, self.whole(x)?.as_ptr(), scale, offset)
+                    sys::ggml_scale_bias(ctx, self.plain(x)?.as_ptr(), scale, offset)
                 }
                 (Op::Unary(Unary::GeluTanh), &[x]) if self.may_be_processor() => {
                     self.gelu_tanh(self.whole(x)?)
@@ -449,6 +449,33 @@ impl Lowering<'_> {
             } else {
                 self.copy(x)
             }
+        }
+    }
+
+    /// `x` as [`Lowering::whole`] gives it, with the strides that its sizes alone would have. Scaling asserts these of dimensions of 1
+    /// too, which a view of one row has from what it shows.
+    ///
+    /// # Safety
+    /// As for `operation`.
+    unsafe fn plain(&self, x: RawTensor) -> Result<RawTensor, ArenaFull> {
+        // SAFETY: `x` is live, and the arena has room for a copy and a view; what `whole` gives is contiguous, as the view asks.
+        unsafe {
+            let x = self.whole(x)?;
+            let (ne, nb) = (x.as_ref().ne, x.as_ref().nb);
+            let is_plain = (0..ne.len() - 1)
+                .all(|axis| nb[axis + 1] == nb[axis].wrapping_mul(ne[axis] as usize));
+            if is_plain {
+                return Ok(x);
+            }
+            let [a, b, c, d] = ne;
+            non_null(sys::ggml_reshape_4d(
+                self.arena.as_ptr(),
+                x.as_ptr(),
+                a,
+                b,
+                c,
+                d,
+            ))
         }
     }
 

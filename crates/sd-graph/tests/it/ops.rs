@@ -128,6 +128,25 @@ fn sums_products_and_their_kin() {
     check("offset", &[&a], &a.map(|v| v + 1.0), |_, t| t[0] + 1.0);
     check("scale", &[&a], &a.map(|v| v * 3.0), |_, t| t[0] * 3.0);
     check("negation", &[&a], &a.map(|v| -v), |_, t| -t[0]);
+
+    // One row of some columns: contiguous for ggml, with the strides of what it is a part of.
+    let table = random(&[4, 12], 8);
+    let row = Array {
+        dims: vec![1, 6],
+        values: table.values[2 * 12 + 6..3 * 12].to_vec(),
+    };
+    check(
+        "affine of a row",
+        &[&table],
+        &row.map(|v| v + 1.0),
+        |_, t| t[0].slice(1, 6, 6).slice(0, 2, 1) + 1.0,
+    );
+    check(
+        "silu of a row",
+        &[&table],
+        &row.map(|v| v / (1.0 + (-v).exp())),
+        |_, t| t[0].slice(1, 6, 6).slice(0, 2, 1).silu(),
+    );
 }
 
 #[test]
