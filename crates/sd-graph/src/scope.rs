@@ -118,6 +118,8 @@ struct State {
 pub struct Scope<'d> {
     declarations: &'d Declarations<'d>,
     path: String,
+    /// Whether a type asked for all weights holds here too.
+    is_converted: bool,
 }
 
 impl<'c> Declarations<'c> {
@@ -155,6 +157,7 @@ impl<'c> Declarations<'c> {
         Scope {
             declarations: self,
             path: String::new(),
+            is_converted: true,
         }
     }
 
@@ -208,6 +211,16 @@ impl<'d> Scope<'d> {
         Scope {
             declarations: self.declarations,
             path: self.full_name(name),
+            is_converted: self.is_converted,
+        }
+    }
+
+    /// This place for weights that all else passes through, and that are few: they keep their file's types whatever is asked for
+    /// all weights, and only rules by name ([`LoadOptions::tensor_types`]) give them others.
+    pub fn keeping_types(&self) -> Scope<'d> {
+        Scope {
+            is_converted: false,
+            ..self.clone()
         }
     }
 
@@ -245,7 +258,11 @@ impl<'d> Scope<'d> {
     ) -> Param {
         let name = self.name_in_file(name);
         let options = &self.declarations.options;
-        let asked = options.asked(&options.full_name(&name));
+        let full_name = options.full_name(&name);
+        let asked = match self.is_converted {
+            true => options.asked(&full_name),
+            false => options.tensor_types.of(&full_name),
+        };
         self.declare(name, stored.as_ref(), shape.as_ref(), role, asked)
     }
 
