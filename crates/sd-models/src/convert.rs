@@ -5,17 +5,13 @@ use std::path::Path;
 
 use sd_backend::{Component, DType};
 use sd_graph::{
-    Checkpoint, Conversion, Declarations, FileFormat, LoadOptions, TensorInfo, TensorTypes,
+    Checkpoint, Conversion, Declarations, FileFormat, LoadOptions, Param, TensorInfo, TensorTypes,
 };
 use serde_json::Value;
 
-use crate::config::{from_json, read_json};
+use crate::config::read_json;
 use crate::error::Result;
 use crate::families::{Found, config_key, config_of, parts_in};
-use crate::minimax_h3::video_vae::{self, VIDEO_VAE};
-use crate::qwen_image_2_1::{Transformer, TransformerConfig};
-use crate::qwen3_vl::{self, TextModel};
-use crate::wan_vae::{self, Decoder, Encoder, Names};
 
 /// Plans to write `checkpoint`, which was opened at `path`, in `format`, with types as `options` ask for.
 ///
@@ -147,7 +143,7 @@ fn of_matrices(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<HashMap
             _ => root.ignore(name),
         }
     }
-    Ok(by_name(declarations)?)
+    Ok(types_of(&declarations.finish()?))
 }
 
 /// Types for what a known part declares, by the model's names.
@@ -161,33 +157,8 @@ fn of_part(
     let (name, path) = (component_name(component), part.path());
     let options = options.clone().component(name);
     let declared = |options: &LoadOptions| -> Result<HashMap<String, DType>> {
-        let declarations = Declarations::new(part, options.clone());
-        match component {
-            Component::Diffusion => {
-                let config = TransformerConfig::checked(from_json(path, config.clone())?, path)?;
-                Transformer::new(&declarations.root(), &config);
-            }
-            Component::TextEncoder => {
-                let config = qwen3_vl::Config::checked(from_json(path, config.clone())?, path)?;
-                TextModel::new(&declarations.root(), &config.text_config);
-            }
-            Component::Vae if std::ptr::eq(found.known, &VIDEO_VAE) => {
-                let config = video_vae::Config::checked(from_json(path, config.clone())?, path)?;
-                let (encoder, decoder) = (declarations.root(), declarations.root());
-                video_vae::Encoder::new(&encoder, &config);
-                video_vae::Decoder::new(&decoder, &config);
-            }
-            Component::Vae => {
-                let config = wan_vae::Config::checked(from_json(path, config.clone())?, path)?;
-                let names = Names::of(part);
-                let declarations = declarations.translate(move |name| names.in_file(name));
-                let (encoder, decoder) = (declarations.root(), declarations.root());
-                Encoder::new(&encoder, &config);
-                Decoder::new(&decoder, &config);
-                return Ok(by_name(declarations)?);
-            }
-        }
-        Ok(by_name(declarations)?)
+        let params = (found.known.declare)(part, options.clone(), config.clone())?;
+        Ok(types_of(&params))
     };
     let is_lossy = options.weight_type.is_some_and(DType::is_quantized);
     if component != Component::Diffusion || !is_lossy {
@@ -222,12 +193,9 @@ fn without_numbers(name: &str) -> String {
     parts.collect::<Vec<_>>().join(".")
 }
 
-fn by_name(declarations: Declarations<'_>) -> Result<HashMap<String, DType>, sd_graph::Mismatch> {
-    let params = declarations.finish()?;
-    Ok(params
-        .iter()
-        .map(|param| (param.name().to_owned(), param.dtype()))
-        .collect())
+fn types_of(params: &[Param]) -> HashMap<String, DType> {
+    let each = |param: &Param| (param.name().to_owned(), param.dtype());
+    params.iter().map(each).collect()
 }
 
 /// What stands before the names of a part's tensors in rules.

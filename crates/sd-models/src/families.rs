@@ -1,7 +1,7 @@
 //! Which models are known by their weights alone: what their parts are called in files, and what shapes say of them.
 
 use sd_backend::Component;
-use sd_graph::Checkpoint;
+use sd_graph::{Checkpoint, LoadOptions, Param};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -21,6 +21,8 @@ pub(crate) struct Known {
     pub(crate) namings: &'static [Naming],
     /// Its configuration, as the reference's `config.json` has it, from a checkpoint with the model's names.
     pub(crate) config: fn(&Checkpoint) -> Result<Value, String>,
+    /// Declares everything that loading it declares, of a checkpoint with the model's names and by its configuration.
+    pub(crate) declare: fn(&Checkpoint, LoadOptions, Value) -> Result<Vec<Param>>,
 }
 
 /// All of them.

@@ -3,9 +3,12 @@
 use std::collections::BTreeSet;
 
 use sd_backend::Component;
-use sd_graph::{Checkpoint, Selection};
+use sd_graph::{Checkpoint, Declarations, Selection};
 use serde_json::{Value, json};
 
+use super::config::Config;
+use super::text::TextModel;
+use crate::config::from_json;
 use crate::error::{Error, Result};
 use crate::families::Known;
 use crate::naming::{Naming, Rule, whole};
@@ -51,6 +54,13 @@ pub(crate) static TEXT_ENCODER: Known = Known {
         },
     ],
     config,
+    declare: |checkpoint, options, config| {
+        let path = checkpoint.path();
+        let config = Config::checked(from_json(path, config)?, path)?;
+        let declarations = Declarations::new(checkpoint, options);
+        TextModel::new(&declarations.root(), &config.text_config);
+        Ok(declarations.finish()?)
+    },
 };
 
 /// The names of older releases of transformers, which ComfyUI's files have.

@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use sd_backend::Component;
-use sd_graph::Checkpoint;
+use sd_graph::{Checkpoint, Declarations};
 use serde_json::{Value, json};
 
+use super::transformer::{Transformer, TransformerConfig};
+use crate::config::from_json;
 use crate::error::Result;
 use crate::families::Known;
 use crate::lora::{Adapted, adapt};
@@ -44,6 +46,13 @@ pub(crate) static TRANSFORMER: Known = Known {
         },
     ],
     config,
+    declare: |checkpoint, options, config| {
+        let path = checkpoint.path();
+        let config = TransformerConfig::checked(from_json(path, config)?, path)?;
+        let declarations = Declarations::new(checkpoint, options);
+        Transformer::new(&declarations.root(), &config);
+        Ok(declarations.finish()?)
+    },
 };
 
 /// Adds LoRAs, each so many times, to the transformer whose tensors `checkpoint` has under the reference's names.

@@ -1,9 +1,12 @@
 //! Names of tensors in the checkpoints of the models' authors, and of programs that keep them.
 
 use sd_backend::Component;
-use sd_graph::Checkpoint;
+use sd_graph::{Checkpoint, Declarations};
 
 use super::config::Config;
+use super::decoder::Decoder;
+use super::encoder::Encoder;
+use crate::config::from_json;
 use crate::families::Known;
 use crate::naming::Naming;
 
@@ -39,6 +42,16 @@ pub(crate) static VAE: Known = Known {
     config: |checkpoint| {
         let config = Config::of(checkpoint).map_err(|error| error.to_string())?;
         serde_json::to_value(config).map_err(|error| error.to_string())
+    },
+    declare: |checkpoint, options, config| {
+        let path = checkpoint.path();
+        let config = Config::checked(from_json(path, config)?, path)?;
+        let names = Names::of(checkpoint);
+        let declarations = Declarations::new(checkpoint, options);
+        let declarations = declarations.translate(move |name| names.in_file(name));
+        Encoder::new(&declarations.root(), &config);
+        Decoder::new(&declarations.root(), &config);
+        Ok(declarations.finish()?)
     },
 };
 

@@ -1,9 +1,13 @@
 //! How files name the VAE's tensors, and what their shapes say of it.
 
 use sd_backend::Component;
-use sd_graph::Checkpoint;
+use sd_graph::{Checkpoint, Declarations};
 use serde_json::{Value, json};
 
+use super::config::Config;
+use super::decoder::Decoder;
+use super::encoder::Encoder;
+use crate::config::from_json;
 use crate::families::Known;
 use crate::naming::{Naming, Rule, part, whole};
 use crate::shapes::Shapes;
@@ -32,6 +36,14 @@ pub(crate) static VIDEO_VAE: Known = Known {
         },
     ],
     config,
+    declare: |checkpoint, options, config| {
+        let path = checkpoint.path();
+        let config = Config::checked(from_json(path, config)?, path)?;
+        let declarations = Declarations::new(checkpoint, options);
+        Encoder::new(&declarations.root(), &config);
+        Decoder::new(&declarations.root(), &config);
+        Ok(declarations.finish()?)
+    },
 };
 
 const DIFFUSERS: &[Rule] = &[
