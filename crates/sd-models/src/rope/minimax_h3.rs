@@ -15,6 +15,23 @@ const PATCH: usize = 2;
 /// Sound comes left, then right.
 const CHANNELS: usize = 2;
 
+/// How each axis turns: so many pairs of channels at `theta^(-i / pairs)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct H3Axis {
+    /// Pairs of channels that follow one axis.
+    pub pairs: usize,
+    /// The base of the frequencies.
+    pub theta: f64,
+}
+
+impl H3Axis {
+    /// The published model's.
+    pub const PUBLISHED: H3Axis = H3Axis {
+        pairs: 16,
+        theta: 10_000.0,
+    };
+}
+
 /// A clip's sizes in latents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct H3Clip {
@@ -50,7 +67,8 @@ pub enum H3Reference {
 ///
 /// Text walks along time. Pictures and sound share a clock that starts where text ends; a picture's sides are scaled to
 /// the square root of its area, centred, 32 units to a square. Sound lies at the left or right end of its clip's columns.
-/// One list of 16 frequencies serves time, rows and columns; they turn the first 96 of 128 channels, by halves.
+/// One list of frequencies, `axis`, serves time, rows and columns. The published ones turn the first 96 of 128 channels, by
+/// halves.
 ///
 /// Source: [`build_packed_sequence`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/modular_pipelines/minimax_h3/before_denoise.py#L270),
 /// [`MiniMaxH3RotaryPosEmbed`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_minimax_h3.py#L76).
@@ -61,6 +79,7 @@ pub fn minimax_h3(
     text: usize,
     keyframes: &[H3Keyframe],
     target: H3Clip,
+    axis: H3Axis,
 ) -> Result<Embedding, TooLarge> {
     let mut sequence = text_on_time(text);
     let start = text as f64;
@@ -72,7 +91,7 @@ pub fn minimax_h3(
         frames(&mut sequence, target.latents, 1, |_| time);
     }
     clip(&mut sequence, target, start);
-    embed(sequence)
+    embed(sequence, axis)
 }
 
 /// MiniMax H3 from text and references: text, references in order, the target's sound, the target's frames. The clock
@@ -86,6 +105,7 @@ pub fn minimax_h3_references(
     text: usize,
     references: &[H3Reference],
     target: H3Clip,
+    axis: H3Axis,
 ) -> Result<Embedding, TooLarge> {
     let mut sequence = text_on_time(text);
     let mut clock = text as f64;
@@ -106,7 +126,7 @@ pub fn minimax_h3_references(
         }
     }
     clip(&mut sequence, target, clock);
-    embed(sequence)
+    embed(sequence, axis)
 }
 
 fn text_on_time(text: usize) -> Sequence<3> {
@@ -175,10 +195,12 @@ fn span(frames: usize) -> f64 {
     FRAME_TIME * ((frames / cycle) as f64 * whole + rest)
 }
 
-fn embed(sequence: Sequence<3>) -> Result<Embedding, TooLarge> {
+fn embed(sequence: Sequence<3>, turned: H3Axis) -> Result<Embedding, TooLarge> {
+    let channels = turned.pairs.saturating_mul(2);
     let frequencies = (0..3)
         .flat_map(|axis| {
-            omegas(32, 10_000.0, Precision::Single).map(move |omega| Frequency { axis, omega })
+            omegas(channels, turned.theta, Precision::Single)
+                .map(move |omega| Frequency { axis, omega })
         })
         .collect();
     sequence.embed(frequencies, Precision::Single, 1)

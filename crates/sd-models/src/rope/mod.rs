@@ -48,7 +48,7 @@ pub use krea_2::krea_2;
 pub use lens::lens;
 pub use llada_image::{llada_image, llada_image_edit};
 pub use mage_flow::mage_flow;
-pub use minimax_h3::{H3Clip, H3Keyframe, H3Reference, minimax_h3, minimax_h3_references};
+pub use minimax_h3::{H3Axis, H3Clip, H3Keyframe, H3Reference, minimax_h3, minimax_h3_references};
 pub use minit2i::minit2i;
 pub use pid::pid;
 pub use qwen_image::qwen_image;

@@ -1,7 +1,7 @@
 //! Rotary embeddings against diffusers, and against formulas written down in another language.
 
 use sd_models::rope::{
-    self, Circular, Embedding, FluxOptions, H3Clip, H3Keyframe, H3Reference, Joint, Part,
+    self, Circular, Embedding, FluxOptions, H3Axis, H3Clip, H3Keyframe, H3Reference, Joint, Part,
     ReferenceMode, Size, TooLarge,
 };
 use serde_json::Value;
@@ -136,7 +136,12 @@ fn embed(family: &str, ask: &Value) -> Result<Embedding, TooLarge> {
                     _ => H3Keyframe::Last,
                 })
                 .collect();
-            rope::minimax_h3(text, &keyframes, clip(&numbers(&ask["target"])))
+            rope::minimax_h3(
+                text,
+                &keyframes,
+                clip(&numbers(&ask["target"])),
+                H3Axis::PUBLISHED,
+            )
         }
         "minimax_h3_references" => {
             let references: Vec<H3Reference> = ask["references"]
@@ -145,7 +150,12 @@ fn embed(family: &str, ask: &Value) -> Result<Embedding, TooLarge> {
                 .iter()
                 .map(h3_reference)
                 .collect();
-            rope::minimax_h3_references(text, &references, clip(&numbers(&ask["target"])))
+            rope::minimax_h3_references(
+                text,
+                &references,
+                clip(&numbers(&ask["target"])),
+                H3Axis::PUBLISHED,
+            )
         }
         other => panic!("{other} is no family"),
     }

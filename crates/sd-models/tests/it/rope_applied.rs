@@ -112,7 +112,7 @@ fn graphs_turn_as_the_values_say() {
     check("text", &text, 16, halves);
     check("text, some channels", &text, 20, halves);
     check("text of neighbours", &text, 16, neighbours);
-    let h3 = rope::minimax_h3(3, &[], clip).unwrap();
+    let h3 = rope::minimax_h3(3, &[], clip, rope::H3Axis::PUBLISHED).unwrap();
     check("MiniMax H3", &h3, 128, halves);
     let ernie = rope::ernie_image(&[3, 2], Size::new(2, 3)).unwrap();
     check("ERNIE-Image", &ernie, 128, halves);
