@@ -33,6 +33,13 @@ SCRIPTS = {
     "qwenimage21_references": ["qwenimage21_references"],
     "rope": ["rope"],
     "rope_formulas": ["rope_formulas"],
+    "minimax_h3_transformer": [
+        "minimax_h3_transformer",
+        "minimax_h3_denoise",
+        "minimax_h3_table",
+        "minimax_h3_single",
+        "minimax_h3_scheduler",
+    ],
     "noise": ["noise"],
     "conversions": ["conversions"],
     "published": ["published"],

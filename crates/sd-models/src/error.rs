@@ -175,6 +175,14 @@ pub enum Error {
         /// How many there should be.
         wanted: usize,
     },
+    /// A sequence of text, pictures, sound and video that is longer than any that can be computed.
+    #[error("text, references and clip together have {rows} rows: at most {most} are possible")]
+    TooManyRows {
+        /// How many there are.
+        rows: usize,
+        /// How many there may be.
+        most: usize,
+    },
     /// A clip whose chunk before was cancelled, or failed, in the middle: what layers kept of it cannot be relied on.
     #[error("the clip was interrupted; it must be begun again")]
     Interrupted,

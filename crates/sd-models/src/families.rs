@@ -5,9 +5,8 @@ use sd_graph::{Checkpoint, LoadOptions, Param};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::minimax_h3::video_vae;
 use crate::naming::Naming;
-use crate::{qwen_image_2_1, qwen3_vl, wan_vae};
+use crate::{minimax_h3, qwen_image_2_1, qwen3_vl, wan_vae};
 
 /// A part of a model that files can hold.
 #[derive(Debug)]
@@ -26,11 +25,12 @@ pub(crate) struct Known {
 }
 
 /// All of them.
-static KNOWN: [&Known; 4] = [
+static KNOWN: [&Known; 5] = [
     &qwen_image_2_1::TRANSFORMER,
+    &minimax_h3::TRANSFORMER,
     &qwen3_vl::TEXT_ENCODER,
     &wan_vae::VAE,
-    &video_vae::VIDEO_VAE,
+    &minimax_h3::video_vae::VIDEO_VAE,
 ];
 
 /// A part of a model that was found in a file.

@@ -1,5 +1,6 @@
 //! Layers that several models share, named as the field names them.
 
+use sd_backend::DType;
 use sd_graph::{LowRank, Param, Role, Scope, Tensor};
 
 use crate::rope::Circular;
@@ -20,6 +21,11 @@ impl Linear {
             bias: bias.then(|| scope.param("bias", [output], Role::Vector)),
             low_rank: scope.low_rank("weight", [output, input]),
         }
+    }
+
+    /// The type that its weight has in memory.
+    pub fn weight_type(&self) -> DType {
+        self.weight.dtype()
     }
 
     /// Declares a convolution whose kernel covers its whole input, `weight [out, ..]` and `bias [out]` at `scope`, as a

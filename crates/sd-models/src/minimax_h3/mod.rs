@@ -1,3 +1,22 @@
-//! MiniMax H3: text, pictures, clips and sound to a clip with sound.
+//! MiniMax H3: text, pictures, clips and sound to a clip with sound, with one transformer over packed rows of all of them.
+//!
+//! Reference: diffusers'
+//! [`transformer_minimax_h3.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/transformers/transformer_minimax_h3.py),
+//! [`scheduling_minimax_h3.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/schedulers/scheduling_minimax_h3.py) and
+//! [`modular_pipelines/minimax_h3`](https://github.com/huggingface/diffusers/tree/v0.42.1/src/diffusers/modular_pipelines/minimax_h3).
 
+mod config;
+mod layers;
+mod layout;
+mod names;
+mod refiner;
+mod time;
+mod transformer;
 pub mod video_vae;
+
+pub use config::TransformerConfig;
+pub use layout::{Conditions, Layout, Tag, patchify, unpatchify};
+pub(crate) use names::TRANSFORMER;
+pub use names::{QkvOrder, transformer_in};
+pub use refiner::TokenRefiner;
+pub use transformer::{Rows, Transformer, Velocities};

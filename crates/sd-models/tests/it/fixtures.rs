@@ -138,17 +138,24 @@ pub(crate) fn devices() -> Vec<Device> {
 
 /// Loads a module on every device of the build, in single precision.
 pub(crate) fn on_all_devices<M>(weights: &Path, new: impl Fn(&Scope<'_>) -> M) -> Vec<Loaded<M>> {
-    let checkpoint = Checkpoint::open(weights).unwrap();
+    on_all_devices_of(&Checkpoint::open(weights).unwrap(), new)
+}
+
+/// As [`on_all_devices`], of a checkpoint.
+pub(crate) fn on_all_devices_of<M>(
+    checkpoint: &Checkpoint,
+    new: impl Fn(&Scope<'_>) -> M,
+) -> Vec<Loaded<M>> {
     devices()
         .into_iter()
         .map(|device| {
             let declarations =
-                Declarations::new(&checkpoint, LoadOptions::default().weight_type(DType::F32));
+                Declarations::new(checkpoint, LoadOptions::default().weight_type(DType::F32));
             let module = new(&declarations.root());
             let params = declarations.finish().unwrap();
             let backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
             load(
-                &checkpoint,
+                checkpoint,
                 &params,
                 &backend,
                 &Cancel::new(),
