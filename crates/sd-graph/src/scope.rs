@@ -167,6 +167,11 @@ impl<'c> Declarations<'c> {
         self.state.borrow().fallbacks.clone()
     }
 
+    /// How many parameters were declared so far: those of several modules can be told apart by it, since they come in order.
+    pub fn declared(&self) -> usize {
+        self.state.borrow().params.len()
+    }
+
     /// Ends declaring: the parameters in order of declaration, if all of them are there and nothing else is.
     ///
     /// # Errors

@@ -183,6 +183,9 @@ pub enum Error {
         /// How many there may be.
         most: usize,
     },
+    /// A step at a time, or with text, that nothing was prepared for.
+    #[error("nothing was prepared for this text and these times")]
+    NotPrepared,
     /// A clip whose chunk before was cancelled, or failed, in the middle: what layers kept of it cannot be relied on.
     #[error("the clip was interrupted; it must be begun again")]
     Interrupted,

@@ -5,6 +5,7 @@ use sd_graph::{Checkpoint, Declarations, Selection};
 use serde_json::{Value, json};
 
 use super::config::{PATCH, TransformerConfig};
+use super::preparation::Preparation;
 use super::transformer::Transformer;
 use crate::config::from_json;
 use crate::error::{Error, Result};
@@ -45,7 +46,9 @@ pub(crate) static TRANSFORMER: Known = Known {
         let path = checkpoint.path();
         let config = TransformerConfig::checked(from_json(path, config)?, path)?;
         let declarations = Declarations::new(checkpoint, options);
-        Transformer::new(&declarations.root(), &config);
+        let root = declarations.root();
+        Preparation::new(&root, &config);
+        Transformer::new(&root, &config);
         Ok(declarations.finish()?)
     },
 };

@@ -8,7 +8,7 @@ use crate::nn::{Linear, RmsNorm};
 
 /// Projects text and refines it by itself: plain blocks without positions or modulation.
 #[derive(Debug)]
-pub struct TokenRefiner {
+pub(super) struct TokenRefiner {
     context_embedder: Linear,
     blocks: Vec<RefinerBlock>,
     final_norm: RmsNorm,
@@ -43,7 +43,7 @@ impl TokenRefiner {
     }
 
     /// Of hidden states `[text rows, text_dim]`: `[text rows, hidden_size]`.
-    pub fn forward<'g>(&self, text: Tensor<'g>) -> Tensor<'g> {
+    pub(super) fn forward<'g>(&self, text: Tensor<'g>) -> Tensor<'g> {
         let mut x = self
             .context_embedder
             .forward(text)

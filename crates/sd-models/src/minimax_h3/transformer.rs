@@ -1,31 +1,23 @@
 //! The denoising transformer.
 
-use sd_graph::{Graph, Pairing, Plan, Scope, Tensor};
+use sd_graph::{Graph, Pairing, Scope, Tensor};
 
 use super::config::TransformerConfig;
 use super::layers::{Attention, FeedForward};
 use super::layout::{Layout, Tag};
-use super::refiner::TokenRefiner;
-use super::time::TimeEmbedder;
-use crate::error::Result;
+use super::preparation::Modulations;
 use crate::nn::{Linear, RmsNorm};
 use crate::rope::Rotation;
 
-/// Times of one call: see [`Layout::times`].
-const TIMES: usize = 4;
-
 /// One stream of packed rows: text, pictures, sound and video see each other in every block, and each row is modulated by what it
-/// is and how noisy it is.
+/// is and how noisy it is. What makes rows of text and modulations is [`Preparation`](super::Preparation).
 #[derive(Debug)]
 pub struct Transformer {
     config: TransformerConfig,
     proj_in: Linear,
     audio_proj_in: Linear,
-    refiner: TokenRefiner,
-    time_embedder: TimeEmbedder,
     blocks: Vec<Block>,
     norm_out: RmsNorm,
-    modulation_out: Linear,
     proj_out: Linear,
     audio_proj_out: Linear,
 }
@@ -36,13 +28,12 @@ struct Block {
     attn: Attention,
     norm2: RmsNorm,
     ff: FeedForward,
-    modulation: Linear,
 }
 
 /// What goes into a call.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'g> {
-    /// Of text, `[text rows, hidden_size]`, as the [refiner](Transformer::refiner) gives them.
+    /// Of text, `[text rows, hidden_size]`, as [`Preparation::text`](super::Preparation::text) gives them.
     pub text: Tensor<'g>,
     /// Of sound, `[sound rows, audio_in_channels]`, those of conditions first; none if there are none.
     pub sound: Option<Tensor<'g>>,
@@ -60,8 +51,8 @@ pub struct Velocities<'g> {
 }
 
 impl Transformer {
-    /// Declares the parameters of a `MiniMaxH3Transformer3DModel`. What goes in and out, and the time, keep their file's types unless
-    /// a rule names them: the authors keep them in single precision.
+    /// Declares those parameters of a `MiniMaxH3Transformer3DModel` that every step needs. The projections in and out keep their file's
+    /// types unless a rule names them: the authors keep them in single precision.
     pub fn new(scope: &Scope<'_>, config: &TransformerConfig) -> Transformer {
         // The frequencies of positions, which some files have and the configuration says.
         scope.ignore("rope");
@@ -69,24 +60,15 @@ impl Transformer {
         let own = scope.keeping_types();
         let linear = |name: &str, input, output| Linear::new(&own.sub(name), input, output, true);
         let blocks = scope.sub("transformer_blocks");
-        let out = scope.sub("norm_out");
-        let modulations = modulation_scope(&out, config);
+        let norm_out = scope.sub("norm_out.norm");
         Transformer {
             config: config.clone(),
             proj_in: linear("proj_in", config.video_channels(), dim),
             audio_proj_in: linear("audio_proj_in", config.audio_in_channels, dim),
-            refiner: TokenRefiner::new(scope, config),
-            time_embedder: TimeEmbedder::new(scope, config),
             blocks: (0..config.num_layers)
                 .map(|index| Block::new(&blocks.sub(index), config))
                 .collect(),
-            norm_out: RmsNorm::new(&out.sub("norm"), dim, config.final_norm_eps),
-            modulation_out: Linear::new(
-                &modulations.sub("linear"),
-                config.time_embed_dim,
-                dim.saturating_mul(2),
-                true,
-            ),
+            norm_out: RmsNorm::new(&norm_out, dim, config.final_norm_eps),
             proj_out: linear("proj_out", dim, config.video_channels()),
             audio_proj_out: linear("audio_proj_out", dim, config.audio_in_channels),
         }
@@ -97,37 +79,28 @@ impl Transformer {
         &self.config
     }
 
-    /// What makes rows of text.
-    pub fn refiner(&self) -> &TokenRefiner {
-        &self.refiner
-    }
-
-    /// Gives the plan of a graph with [`Transformer::forward`] its times, those of [`Layout::times`].
-    ///
-    /// # Errors
-    /// The engine's, for a plan of another graph.
-    pub fn set_times(&self, plan: &mut Plan, times: [f32; TIMES]) -> Result<()> {
-        self.time_embedder.set(plan, &times)
-    }
-
-    /// The predicted velocities of what is made. [`Transformer::set_times`] says at which times.
-    pub fn forward<'g>(&self, g: Graph<'g>, layout: &Layout, rows: Rows<'g>) -> Velocities<'g> {
-        const PRELUDE: &str = "minimax_h3.prelude";
+    /// The predicted velocities of what is made, with modulations at the [times](Layout::times) of the layout's rows.
+    pub fn forward<'g>(
+        &self,
+        g: Graph<'g>,
+        layout: &Layout,
+        rows: Rows<'g>,
+        modulations: &Modulations<'g>,
+    ) -> Velocities<'g> {
         let video = self.proj_in.forward(rows.video);
         let sound = rows.sound.map(|sound| self.audio_proj_in.forward(sound));
-        let mut x = pack(layout, rows.text, sound, video).cut(PRELUDE);
-        let times = self.time_embedder.forward(g, TIMES).cut(PRELUDE);
+        let mut x = pack(layout, rows.text, sound, video).cut("minimax_h3.prelude");
 
-        let modulations = g.constant(&layout.modulation_rows(), [layout.rows()]);
+        let of_rows = g.constant(&layout.modulation_rows(), [layout.rows()]);
         let rope = layout.rotary_embedding(self.config.rope());
         let rope = Rotation::new(g, &rope, Pairing::Halves);
-        for (index, block) in self.blocks.iter().enumerate() {
+        for (index, (block, table)) in self.blocks.iter().zip(&modulations.blocks).enumerate() {
             x = block
-                .forward(x, times, modulations, &rope)
+                .forward(x, *table, of_rows, &rope)
                 .cut(&format!("minimax_h3.blocks.{index}"));
         }
 
-        let [shift, scale] = self.modulation_out.forward(times).chunk(1);
+        let [shift, scale] = modulations.out.chunk(1);
         let made = |rows: usize, behind: usize, time: usize, head: &Linear| {
             let first = layout.rows() - behind - rows;
             let x = self.norm_out.forward(x.slice(0, first, rows));
@@ -164,37 +137,25 @@ fn pack<'g>(
         .unwrap_or(text)
 }
 
-/// Where modulations are made of a table, its smaller matrices keep their types as well.
-fn modulation_scope<'d>(scope: &Scope<'d>, config: &TransformerConfig) -> Scope<'d> {
-    match config.time_table {
-        Some(_) => scope.keeping_types(),
-        None => scope.clone(),
-    }
-}
-
 impl Block {
     fn new(scope: &Scope<'_>, config: &TransformerConfig) -> Block {
         let norm = |name| RmsNorm::new(&scope.sub(name), config.hidden_size, config.norm_eps);
-        let modulation = modulation_scope(&scope.sub("adaln_proj.linear"), config);
-        let (input, output) = (config.time_embed_dim, config.modulation_dim());
         Block {
             norm1: norm("norm1"),
             attn: Attention::new(&scope.sub("attn"), config),
             norm2: norm("norm2"),
             ff: FeedForward::new(&scope.sub("ff"), config),
-            modulation: Linear::new(&modulation, input, output, true),
         }
     }
 
-    /// `x [rows, dim]` with what `modulations` say: for each row its place among those of all times and modalities.
+    /// Of `x [rows, dim]`, each modulated by that row of `table` that `of_rows` says, counted over times and modalities.
     fn forward<'g>(
         &self,
         x: Tensor<'g>,
-        times: Tensor<'g>,
-        modulations: Tensor<'g>,
+        table: Tensor<'g>,
+        of_rows: Tensor<'g>,
         rope: &Rotation<'g>,
     ) -> Tensor<'g> {
-        let table = self.modulation.forward(times);
         // [times, modalities, 6, dim]: a row for each time and modality.
         let dim = x.dim(1);
         let table = table.reshape([table.shape().elements() / (6 * dim), 6 * dim]);
@@ -206,7 +167,7 @@ impl Block {
             scale_ff,
             gate_ff,
         ] = table.chunk(1);
-        let each = |table: Tensor<'g>| table.rows(modulations);
+        let each = |table: Tensor<'g>| table.rows(of_rows);
 
         let seen = self.norm1.forward(x) * each(scale_attn + 1.0) + each(shift_attn);
         let x = x + self.attn.forward(seen, Some(rope)) * each(gate_attn);

@@ -146,11 +146,20 @@ pub(crate) fn on_all_devices_of<M>(
     checkpoint: &Checkpoint,
     new: impl Fn(&Scope<'_>) -> M,
 ) -> Vec<Loaded<M>> {
+    on_all_devices_as(checkpoint, DType::F32, new)
+}
+
+/// As [`on_all_devices_of`], with all weights in one type.
+pub(crate) fn on_all_devices_as<M>(
+    checkpoint: &Checkpoint,
+    dtype: DType,
+    new: impl Fn(&Scope<'_>) -> M,
+) -> Vec<Loaded<M>> {
     devices()
         .into_iter()
         .map(|device| {
             let declarations =
-                Declarations::new(checkpoint, LoadOptions::default().weight_type(DType::F32));
+                Declarations::new(checkpoint, LoadOptions::default().weight_type(dtype));
             let module = new(&declarations.root());
             let params = declarations.finish().unwrap();
             let backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();

@@ -14,6 +14,7 @@ mod fixtures;
 #[path = "../../../sd-graph/tests/it/gguf_file.rs"]
 #[allow(dead_code, reason = "what other tests need is not needed here")]
 mod gguf_file;
+mod h3_denoise;
 mod h3_transformer;
 mod layouts;
 mod lora;
