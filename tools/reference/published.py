@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
+    MiniMaxH3Transformer3DModel,
     QwenImage21Transformer2DModel,
 )
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -78,6 +79,7 @@ def main(out):
             "wan21_vae": AutoencoderKLWan(),
             "wan22_vae": AutoencoderKLWan(**WAN_22),
             "minimax_h3_vae": AutoencoderKLMiniMaxH3(),
+            "minimax_h3_transformer": MiniMaxH3Transformer3DModel(),
         }
         text = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_8B))
     counts = {}
@@ -92,5 +94,6 @@ def main(out):
         "wan21_vae": (194, 126_892_531),
         "wan22_vae": (196, 704_688_668),
         "minimax_h3_vae": (703, 2_603_868_984),
+        "minimax_h3_transformer": (638, 33_122_992_896),
         "qwen3vl_8b": (750, 8_767_123_696),
     }, counts

@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 
 use sd_backend::{Backend, Residence};
 use sd_graph::{
-    Cancel, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan, PlanCache,
-    Reporter, RunnerCache, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan,
+    PlanCache, Reporter, RunnerCache, Weights,
 };
 
 use super::config::TransformerConfig;
 use super::files::Source;
 use super::layout::Layout;
-use super::names::{QkvOrder, TRANSFORMER};
+use super::names::{QkvOrder, TRANSFORMER, transformer_in};
 use super::preparation::{Preparation, kept_modulations, kept_text};
 use super::transformer::{Rows, Transformer};
 use crate::error::{Error, Result};
@@ -98,7 +98,28 @@ impl Denoiser {
         loras: &[(PathBuf, f32)],
         options: &LoadOptions,
     ) -> Result<Denoiser> {
-        let Source { checkpoint, config } = Source::open(path, order)?;
+        Denoiser::declare(Source::open(path, order)?, loras, options)
+    }
+
+    /// As [`Denoiser::open`], of a checkpoint with the names of any of these files. Its metadata or its shapes tell what it is like.
+    ///
+    /// # Errors
+    /// As for [`Denoiser::open`].
+    pub fn in_checkpoint(
+        checkpoint: &Checkpoint,
+        order: QkvOrder,
+        loras: &[(PathBuf, f32)],
+        options: &LoadOptions,
+    ) -> Result<Denoiser> {
+        let (checkpoint, config) = transformer_in(checkpoint, order)?;
+        Denoiser::declare(Source { checkpoint, config }, loras, options)
+    }
+
+    fn declare(
+        Source { checkpoint, config }: Source,
+        loras: &[(PathBuf, f32)],
+        options: &LoadOptions,
+    ) -> Result<Denoiser> {
         let Adapted {
             checkpoint,
             adapters,
