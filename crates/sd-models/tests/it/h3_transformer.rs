@@ -2,13 +2,16 @@
 
 use std::path::Path;
 
-use sd_backend::DType;
-use sd_graph::{Cancel, Checkpoint, Plan, Scope};
+use sd_backend::{DType, Ledger};
+use sd_graph::{
+    Cancel, Checkpoint, Existing, FileFormat, LoadOptions, Plan, Progress, Scope, StoredType,
+};
 use sd_models::minimax_h3::{
-    Conditions, Layout, Preparation, QkvOrder, Rows, Tag, Transformer, TransformerConfig, patchify,
-    transformer_in, unpatchify,
+    Conditions, Denoiser, Layout, Preparation, QkvOrder, Rows, Stage, Tag, Transformer,
+    TransformerConfig, patchify, transformer_in, unpatchify,
 };
 use sd_models::rope::{H3Clip, H3Keyframe, H3Reference, Size};
+use sd_models::{conversion, identify};
 use serde_json::Value;
 
 use crate::fixtures::{
@@ -262,4 +265,91 @@ fn weights_in_half_precision_do_not_overflow() {
         // What rounding all matrices to 11 bits costs.
         assert!(error <= 2e-2, "{error:e}");
     }
+}
+
+/// Files that `sd convert` writes are recognised, keep what must stay precise, and predict the same.
+#[test]
+fn converted_files_are_the_same_transformer() {
+    let to = tempfile::tempdir().unwrap();
+    // In a model of one block all matrices stand alone, and keep their types.
+    for (at, file, case, naming, rounding) in [
+        (
+            "minimax_h3_transformer",
+            "model",
+            "t2va",
+            "as in diffusers",
+            0.05,
+        ),
+        ("minimax_h3_single", "stacked", "fl2va", "as published", 0.0),
+    ] {
+        let case = Case::read(&folder(at).join(format!("case_{case}.safetensors")));
+        let from = folder(at).join(format!("{file}.safetensors"));
+        let layout = layout(&case);
+        let mut plain = transformer(&from, QkvOrder::Stacked).remove(0);
+        let expected = predicted(&mut plain, &case, &layout);
+        let checkpoint = Checkpoint::open(&from).unwrap();
+        let found = identify(&checkpoint);
+        assert_eq!(found.len(), 1);
+        assert_eq!(
+            (found[0].family(), found[0].naming()),
+            ("MiniMax H3", naming)
+        );
+        for (dtype, tolerance) in [(DType::F32, 0.0), (DType::Q8_0, rounding)] {
+            let path = to.path().join(format!("{file}-{dtype}.gguf"));
+            let options = LoadOptions::default().weight_type(dtype);
+            let planned = conversion(&checkpoint, &from, FileFormat::Gguf, &options).unwrap();
+            let (cancel, quiet) = (Cancel::new(), &mut |_: &Progress| {});
+            planned
+                .write(&path, Existing::Keep, &Ledger::default(), &cancel, quiet)
+                .unwrap();
+            let converted = Checkpoint::open(&path).unwrap();
+            let (part, _) = transformer_in(&converted, QkvOrder::Stacked).unwrap();
+            for name in [
+                "proj_in",
+                "audio_proj_in",
+                "proj_out",
+                "audio_proj_out",
+                "time_embedder.linear_1",
+            ] {
+                let stored = part.get(&format!("{name}.weight")).unwrap().stored;
+                assert_eq!(stored, StoredType::F32, "{name}");
+            }
+            let mut loaded = transformer(&path, QkvOrder::Stacked).remove(0);
+            let made = predicted(&mut loaded, &case, &layout);
+            for (is, should) in made.iter().zip(&expected) {
+                let error = relative_l2(is, should);
+                println!("{file} {dtype}: {error:e}");
+                assert!(error <= tolerance, "{file} {dtype}: {error:e}");
+                assert!(error > 0.0 || tolerance == 0.0);
+            }
+        }
+    }
+}
+
+/// A type that is asked for all weights leaves those alone that all else passes through, but a rule does not.
+#[test]
+fn what_goes_in_and_out_keeps_its_type() {
+    let at = folder("minimax_h3_transformer");
+    let options = LoadOptions::default().weight_type(DType::BF16);
+    let types = |options: &LoadOptions, name: &str| {
+        let model = Denoiser::open(&at, QkvOrder::Stacked, &[], options).unwrap();
+        let stages = [Stage::Preparation, Stage::Steps];
+        let mut params = stages
+            .into_iter()
+            .flat_map(|stage| model.weights(stage).params().to_vec());
+        params.find(|param| param.name() == name).unwrap().dtype()
+    };
+    for (name, dtype) in [
+        ("proj_in.weight", DType::F32),
+        ("audio_proj_out.weight", DType::F32),
+        ("time_embedder.linear_2.weight", DType::F32),
+        ("context_embedder.weight", DType::BF16),
+        ("transformer_blocks.1.adaln_proj.linear.weight", DType::BF16),
+        ("transformer_blocks.0.ff.gate.weight", DType::BF16),
+        ("transformer_blocks.0.attn.norm_q.weight", DType::F32),
+    ] {
+        assert_eq!(types(&options, name), dtype, "{name}");
+    }
+    let ruled = options.tensor_types(r"transformer\.proj_in=f16".parse().unwrap());
+    assert_eq!(types(&ruled, "proj_in.weight"), DType::F16);
 }
