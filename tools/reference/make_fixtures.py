@@ -40,6 +40,7 @@ SCRIPTS = {
         "minimax_h3_single",
         "minimax_h3_scheduler",
     ],
+    "minimax_h3_lora": ["minimax_h3_lora"],
     "noise": ["noise"],
     "conversions": ["conversions"],
     "published": ["published"],

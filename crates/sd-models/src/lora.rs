@@ -86,11 +86,21 @@ pub struct Adapted {
     pub reports: Vec<LoraReport>,
 }
 
-/// Finds what each of `loras` adds to the part `known`, whose tensors under the model's names are `base`.
+/// How many heads the rows of queries, keys and values are of, given the model's tensors and the name of such a matrix; `None` for
+/// another matrix.
+pub(crate) type HeadsOf = fn(&Checkpoint, &str) -> Option<usize>;
+
+/// Finds what each of `loras` adds to the part `known`, whose tensors under the model's names are `base`. Where there is `by_head`, PEFT's
+/// own files, with the names of one matrix for queries, keys and values, have their rows head by head.
 ///
 /// # Errors
 /// [`Error::Lora`] for a file of which nothing fits, and for a strength that is no number; files that cannot be read.
-pub(crate) fn adapt(base: &Checkpoint, known: &Known, loras: &[(PathBuf, f32)]) -> Result<Adapted> {
+pub(crate) fn adapt(
+    base: &Checkpoint,
+    known: &Known,
+    loras: &[(PathBuf, f32)],
+    by_head: Option<HeadsOf>,
+) -> Result<Adapted> {
     let mut selection = Selection::new(base);
     selection.add_all(base)?;
     let mut adapters = Adapters::default();
@@ -126,7 +136,21 @@ pub(crate) fn adapt(base: &Checkpoint, known: &Known, loras: &[(PathBuf, f32)]) 
                         };
                         let (down, up) = (name("down"), name("up"));
                         selection.add(&*down, &file.checkpoint, addition.down, Rows::ALL)?;
-                        selection.add(&*up, &file.checkpoint, addition.up, addition.rows)?;
+                        let heads = by_head.filter(|_| file.is_peft && addition.rows != Rows::ALL);
+                        let heads = heads.and_then(|heads_of| heads_of(base, addition.weight));
+                        let (factor, rows) = (addition.up, addition.rows);
+                        match heads {
+                            Some(heads) => {
+                                selection.add_grouped(
+                                    &*up,
+                                    &file.checkpoint,
+                                    factor,
+                                    heads,
+                                    rows,
+                                )?;
+                            }
+                            None => selection.add(&*up, &file.checkpoint, factor, rows)?,
+                        }
                         let adapter = Adapter {
                             down,
                             up,
@@ -245,6 +269,8 @@ struct LoraFile {
     modules: BTreeMap<String, Factors>,
     unsupported: Vec<String>,
     settings: Option<Settings>,
+    /// Whether names have an adapter's name within, as in PEFT's own files.
+    is_peft: bool,
 }
 
 /// What a tensor is to its module.
@@ -281,11 +307,15 @@ impl LoraFile {
             }
         }
         let settings = Settings::of(&checkpoint);
+        let is_of_peft =
+            |name: &str| name.contains(".lora_A.") && !name.ends_with(".lora_A.weight");
+        let is_peft = checkpoint.tensors().any(|(name, _)| is_of_peft(name));
         Ok(LoraFile {
             checkpoint,
             modules,
             unsupported,
             settings,
+            is_peft,
         })
     }
 

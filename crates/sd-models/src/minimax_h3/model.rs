@@ -11,7 +11,7 @@ use sd_graph::{
 use super::config::TransformerConfig;
 use super::files::Source;
 use super::layout::Layout;
-use super::names::{QkvOrder, TRANSFORMER, transformer_in};
+use super::names::{QkvOrder, TRANSFORMER, heads_of, transformer_in};
 use super::preparation::{Preparation, kept_modulations, kept_text};
 use super::transformer::{Rows, Transformer};
 use crate::error::{Error, Result};
@@ -124,7 +124,7 @@ impl Denoiser {
             checkpoint,
             adapters,
             reports,
-        } = adapt(&checkpoint, &TRANSFORMER, loras)?;
+        } = adapt(&checkpoint, &TRANSFORMER, loras, Some(heads_of))?;
         for report in reports.iter().filter(|report| !report.is_complete()) {
             tracing::warn!("{report}");
         }

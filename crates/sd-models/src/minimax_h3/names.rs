@@ -123,6 +123,17 @@ fn select_by_head(checkpoint: &Checkpoint, found: &Found) -> Result<Checkpoint> 
     Ok(selection.finish()?)
 }
 
+/// Heads of the queries, keys or values `weight` of a checkpoint with the model's names. DiffSynth-Studio trains on the authors' files as
+/// they are, so that LoRAs have their rows head by head; of all that write LoRAs for this model it alone writes PEFT's names.
+pub(super) fn heads_of(checkpoint: &Checkpoint, weight: &str) -> Option<usize> {
+    let before = ["to_q", "to_k", "to_v"]
+        .iter()
+        .find_map(|part| weight.strip_suffix(&format!("{part}.weight")))?;
+    let elements = |name: &str| Some(checkpoint.get(name)?.shape.iter().product::<usize>());
+    let rows = *checkpoint.get(weight)?.shape.first()?;
+    rows.checked_div(elements(&format!("{before}norm_q.weight"))?)
+}
+
 const VALUE: usize = 0;
 const DIFFUSERS: &[Rule] = &[
     part(

@@ -63,7 +63,7 @@ pub(crate) static TRANSFORMER: Known = Known {
 /// # Errors
 /// [`Error::Lora`](crate::Error::Lora) for a file of which nothing fits and for a strength that is no number; files that cannot be read.
 pub fn with_loras(checkpoint: &Checkpoint, loras: &[(PathBuf, f32)]) -> Result<Adapted> {
-    adapt(checkpoint, &TRANSFORMER, loras)
+    adapt(checkpoint, &TRANSFORMER, loras, None)
 }
 
 /// Names of LoRAs are these too, whatever the names of the weights.

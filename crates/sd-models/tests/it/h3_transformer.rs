@@ -1,17 +1,17 @@
 //! MiniMax H3's transformer against diffusers on random weights: every kind of sequence, its table variant, every layout of files.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use sd_backend::{DType, Ledger};
+use sd_backend::{Backend, BackendOptions, DType, Device, Ledger};
 use sd_graph::{
     Cancel, Checkpoint, Existing, FileFormat, LoadOptions, Plan, Progress, Scope, StoredType,
 };
 use sd_models::minimax_h3::{
-    Conditions, Denoiser, Layout, Preparation, QkvOrder, Rows, Stage, Tag, Transformer,
+    Conditions, Denoiser, Layout, Noisy, Preparation, QkvOrder, Rows, Stage, Tag, Transformer,
     TransformerConfig, patchify, transformer_in, unpatchify,
 };
 use sd_models::rope::{H3Clip, H3Keyframe, H3Reference, Size};
-use sd_models::{conversion, identify};
+use sd_models::{LoraReport, conversion, identify};
 use serde_json::Value;
 
 use crate::fixtures::{
@@ -352,4 +352,66 @@ fn what_goes_in_and_out_keeps_its_type() {
     }
     let ruled = options.tensor_types(r"transformer\.proj_in=f16".parse().unwrap());
     assert_eq!(types(&ruled, "proj_in.weight"), DType::F16);
+}
+
+/// LoRAs of diffusers, musubi-tuner and DiffSynth-Studio, each alone and all together.
+#[test]
+fn loras_of_three_styles_change_what_they_should() {
+    let at = folder("minimax_h3_lora");
+    let outputs = Case::read(&at.join("outputs.safetensors"));
+    let strengths = outputs.meta["strengths"].as_object().unwrap();
+    let lora = |(style, strength): (&String, &Value)| {
+        let path = at.join(format!("{style}.safetensors"));
+        (path, strength.as_f64().unwrap() as f32)
+    };
+    let mut cases: Vec<(&str, Vec<(PathBuf, f32)>)> = vec![("none", Vec::new())];
+    cases.extend(
+        strengths
+            .iter()
+            .map(|one| (one.0.as_str(), vec![lora(one)])),
+    );
+    cases.push(("all", strengths.iter().map(lora).collect()));
+    let case = Case::read(&folder("minimax_h3_transformer").join("case_t2va.safetensors"));
+    let layout = layout(&case);
+    let options = LoadOptions::default().weight_type(DType::F32);
+    let mut moved = Vec::new();
+    for (name, loras) in cases {
+        let path = folder("minimax_h3_transformer");
+        let model = Denoiser::open(&path, QkvOrder::Stacked, &loras, &options).unwrap();
+        assert_eq!(model.loras().len(), loras.len());
+        assert!(
+            model.loras().iter().all(LoraReport::is_complete),
+            "{:?}",
+            model.loras()
+        );
+        let mut model = model;
+        let mut backend = Backend::new(
+            Device::cpu().unwrap(),
+            &BackendOptions::default().threads(2),
+        )
+        .unwrap();
+        let (cancel, quiet) = (Cancel::new(), &mut |_: &Progress| {});
+        model.load(&backend, &cancel, quiet).unwrap();
+        let text = &case.get("in.encoder_hidden_states").f32;
+        let times = Layout::times(0.35, 0.6);
+        let (prepared, _) = model
+            .prepare(&mut backend, text, &times, &cancel, quiet)
+            .unwrap();
+        let noisy = Noisy {
+            video: &case.get("in.hidden_states").f32,
+            sound: &case.get("in.audio_hidden_states").f32,
+            times: [0.35, 0.6],
+        };
+        let made = model
+            .velocity(&mut backend, &layout, &prepared, noisy, &cancel, quiet)
+            .unwrap();
+        let should = &outputs.get(name).f32;
+        let error = max_error(&made.video, should);
+        println!("{name}: {error:e}");
+        // Factors of rank 4 and less change nothing about how sums are rounded.
+        assert!(error <= TOLERANCE, "{name}: {error:e}");
+        moved.push(relative_l2(should, &outputs.get("none").f32));
+    }
+    // Each is large enough to be seen.
+    assert!(moved[1..].iter().all(|&moved| moved > 0.05), "{moved:?}");
 }
