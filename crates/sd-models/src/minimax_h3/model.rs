@@ -16,6 +16,7 @@ use super::preparation::{Preparation, kept_modulations, kept_text};
 use super::transformer::{Rows, Transformer};
 use crate::error::{Error, Result};
 use crate::lora::{Adapted, LoraReport, adapt};
+use crate::qwen_image_2_1::ModelIdentity;
 
 /// One of the two parts that are never needed at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub enum Stage {
 /// What a run computed before its first step: rows of text, and modulations at all times. Clones are the same.
 #[derive(Debug, Clone)]
 pub struct Prepared {
+    /// Whose it is: another transformer of these sizes has other modulations.
+    model: ModelIdentity,
     cache: RunnerCache,
     text_rows: usize,
     /// Rising.
@@ -83,6 +86,7 @@ pub struct Denoiser {
     loras: Vec<LoraReport>,
     preparation_plans: PlanCache<[usize; 2]>,
     plans: PlanCache<Call>,
+    identity: ModelIdentity,
 }
 
 impl Denoiser {
@@ -149,6 +153,7 @@ impl Denoiser {
             loras: reports,
             preparation_plans: PlanCache::new(1),
             plans: PlanCache::new(1),
+            identity: ModelIdentity::default(),
         })
     }
 
@@ -223,6 +228,7 @@ impl Denoiser {
         times.sort_by(f32::total_cmp);
         times.dedup();
         let prepared = Prepared {
+            model: self.identity.clone(),
             cache: RunnerCache::new(),
             text_rows,
             times,
@@ -256,12 +262,13 @@ impl Denoiser {
         Ok(run.weight_bytes)
     }
 
-    /// Whether `prepared` is whole, and of this transformer's sizes.
+    /// Whether `prepared` is whole, and this transformer's own.
     fn is_prepared(&self, prepared: &Prepared) -> bool {
         let entries = self
             .preparation
             .entries(prepared.text_rows, prepared.times.len());
-        entries.iter().all(|entry| prepared.cache.holds(entry))
+        let is_own = prepared.model == self.identity;
+        is_own && entries.iter().all(|entry| prepared.cache.holds(entry))
     }
 
     /// What the transformer predicts for rows of `layout`, whose text and times were prepared. Weights that do not come and go must

@@ -115,7 +115,7 @@ fn select_by_head(checkpoint: &Checkpoint, found: &Found) -> Result<Checkpoint> 
         let norm = checkpoint.get(&format!("{before}.attn.q_norm.weight"));
         let channels: usize = norm.map_or(0, |norm| norm.shape.iter().product());
         let rows = info.shape.first().copied().unwrap_or(0);
-        let heads = rows.checked_div(3 * channels).unwrap_or(0);
+        let heads = rows.checked_div(channels.saturating_mul(3)).unwrap_or(0);
         for (name, rows) in names {
             selection.add_grouped(name, checkpoint, stored, heads, rows)?;
         }

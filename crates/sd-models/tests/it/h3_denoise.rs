@@ -208,6 +208,7 @@ fn whatever_allocation_fails_the_latents_are_right() {
 #[test]
 fn what_was_not_prepared_is_refused() {
     let (_, case) = cases("minimax_h3_denoise").remove(0);
+    let mut backend_of_twin = backend(Device::cpu().unwrap());
     let (mut model, mut backend) = (open(), backend(Device::cpu().unwrap()));
     live(&mut model, &backend, Residence::Device, false);
     let (_, prepared, _) = run(&mut model, &mut backend, &case).unwrap();
@@ -228,6 +229,12 @@ fn what_was_not_prepared_is_refused() {
         ..start
     };
     let error = run.denoise(&prepared, others, quiet).unwrap_err();
+    assert!(matches!(error, Error::NotPrepared), "{error}");
+    // What another transformer of the same sizes prepared is not this one's.
+    let mut twin = open();
+    live(&mut twin, &backend_of_twin, Residence::Device, false);
+    let mut of_twin = Denoising::new(&mut twin, &mut backend_of_twin, &cancel, None);
+    let error = of_twin.denoise(&prepared, start, quiet).unwrap_err();
     assert!(matches!(error, Error::NotPrepared), "{error}");
     prepared.cache().clear();
     let error = run.denoise(&prepared, start, quiet).unwrap_err();
