@@ -415,3 +415,41 @@ fn loras_of_three_styles_change_what_they_should() {
     // Each is large enough to be seen.
     assert!(moved[1..].iter().all(|&moved| moved > 0.05), "{moved:?}");
 }
+
+/// Where graphs may be cut: behind the projection of text, each block of the refiner, each block.
+#[test]
+fn graphs_are_cut_by_the_groups_that_users_know() {
+    let case = Case::read(&folder("minimax_h3_transformer").join("case_t2va.safetensors"));
+    let layout = layout(&case);
+    let loaded = transformer(&folder("minimax_h3_transformer"), QkvOrder::Stacked).remove(0);
+    let (preparation, module) = &loaded.module;
+    let config = module.config();
+    let plan = Plan::build_in_segments(&loaded.backend, |g| {
+        let rows = Rows {
+            text: preparation.text(g.input::<f32>("text", [layout.text_rows(), config.text_dim])),
+            sound: Some(g.input::<f32>("sound", [layout.sound_rows(), config.audio_in_channels])),
+            video: g.input::<f32>("video", [layout.video_rows(), config.video_channels()]),
+        };
+        let modulations = preparation.modulations(g, 4);
+        g.output(
+            "video",
+            module.forward(g, &layout, rows, &modulations).video,
+        );
+    })
+    .unwrap();
+    let segments = plan.segmentation().segments;
+    let groups: Vec<&str> = segments.iter().map(String::as_str).collect();
+    assert_eq!(
+        groups[..groups.len() - 1],
+        [
+            "minimax_h3.condition_proj",
+            "minimax_h3.token_refiner.blocks.0",
+            "minimax_h3.token_refiner.blocks.1",
+            "minimax_h3.time_embedder",
+            "minimax_h3.prelude",
+            "minimax_h3.blocks.0",
+            "minimax_h3.blocks.1",
+            "minimax_h3.blocks.2",
+        ]
+    );
+}
