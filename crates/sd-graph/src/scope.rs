@@ -118,8 +118,8 @@ struct State {
 pub struct Scope<'d> {
     declarations: &'d Declarations<'d>,
     path: String,
-    /// Whether a type asked for all weights holds here too.
-    is_converted: bool,
+    /// Whether weights here are in single precision, whatever is asked for all of them.
+    is_precise: bool,
 }
 
 impl<'c> Declarations<'c> {
@@ -157,7 +157,7 @@ impl<'c> Declarations<'c> {
         Scope {
             declarations: self,
             path: String::new(),
-            is_converted: true,
+            is_precise: false,
         }
     }
 
@@ -216,15 +216,15 @@ impl<'d> Scope<'d> {
         Scope {
             declarations: self.declarations,
             path: self.full_name(name),
-            is_converted: self.is_converted,
+            is_precise: self.is_precise,
         }
     }
 
-    /// This place for weights that all else passes through, and that are few: they keep their file's types whatever is asked for
-    /// all weights, and only rules by name ([`LoadOptions::tensor_types`]) give them others.
-    pub fn keeping_types(&self) -> Scope<'d> {
+    /// This place for weights that all else passes through, and that are few: they are in single precision whatever is asked for all
+    /// weights. Those that a file has quantised stay so, and rules by name ([`LoadOptions::tensor_types`]) hold.
+    pub fn in_single_precision(&self) -> Scope<'d> {
         Scope {
-            is_converted: false,
+            is_precise: true,
             ..self.clone()
         }
     }
@@ -264,9 +264,15 @@ impl<'d> Scope<'d> {
         let name = self.name_in_file(name);
         let options = &self.declarations.options;
         let full_name = options.full_name(&name);
-        let asked = match self.is_converted {
-            true => options.asked(&full_name),
-            false => options.tensor_types.of(&full_name),
+        let stays = || {
+            let info = self.declarations.checkpoint.get(&name)?;
+            let is_quantized = |dtype: DType| dtype.is_quantized();
+            let stored = info.stored.in_memory();
+            (!stored.is_some_and(is_quantized)).then_some(DType::F32)
+        };
+        let asked = match self.is_precise {
+            true => options.tensor_types.of(&full_name).or_else(stays),
+            false => options.asked(&full_name),
         };
         self.declare(name, stored.as_ref(), shape.as_ref(), role, asked)
     }

@@ -44,9 +44,9 @@ fn name(block: usize, blocks: usize) -> String {
 impl Preparation {
     /// Declares `context_embedder`, `token_refiner`, the time embedder or its table, and all `adaln_proj`.
     pub fn new(scope: &Scope<'_>, config: &TransformerConfig) -> Preparation {
-        // A table's layers are small, and kept in their file's types.
+        // A table's layers are small, and in single precision.
         let modulations = match config.time_table {
-            Some(_) => scope.keeping_types(),
+            Some(_) => scope.in_single_precision(),
             None => scope.clone(),
         };
         let linear = |scope: Scope<'_>, output| {

@@ -24,14 +24,14 @@ const ROWS: &str = "time rows";
 const SHARES: &str = "time shares";
 
 impl TimeEmbedder {
-    /// Declares `time_embedder` or `adaln_t_table` at `scope`, whatever is asked for in their file's types.
+    /// Declares `time_embedder` or `adaln_t_table` at `scope`, in single precision.
     pub(super) fn new(scope: &Scope<'_>, config: &TransformerConfig) -> TimeEmbedder {
         let (hidden, dim) = (config.time_embed_hidden_dim, config.time_embed_dim);
         if let Some(rows) = config.time_table {
             let table = scope.param("adaln_t_table", [rows, dim], Role::Vector);
             return TimeEmbedder::Table { table, rows };
         }
-        let scope = scope.sub("time_embedder").keeping_types();
+        let scope = scope.sub("time_embedder").in_single_precision();
         TimeEmbedder::Layers {
             linear_1: Linear::new(&scope.sub("linear_1"), config.freq_dim, hidden, true),
             linear_2: Linear::new(&scope.sub("linear_2"), hidden, dim, true),

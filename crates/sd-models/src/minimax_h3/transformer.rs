@@ -51,13 +51,13 @@ pub struct Velocities<'g> {
 }
 
 impl Transformer {
-    /// Declares those parameters of a `MiniMaxH3Transformer3DModel` that every step needs. The projections in and out keep their file's
-    /// types unless a rule names them: the authors keep them in single precision.
+    /// Declares those parameters of a `MiniMaxH3Transformer3DModel` that every step needs. The projections in and out are in single
+    /// precision unless a rule names them or a file has them quantised, as the authors have them.
     pub fn new(scope: &Scope<'_>, config: &TransformerConfig) -> Transformer {
         // The frequencies of positions, which some files have and the configuration says.
         scope.ignore("rope");
         let dim = config.hidden_size;
-        let own = scope.keeping_types();
+        let own = scope.in_single_precision();
         let linear = |name: &str, input, output| Linear::new(&own.sub(name), input, output, true);
         let blocks = scope.sub("transformer_blocks");
         let norm_out = scope.sub("norm_out.norm");

@@ -326,9 +326,10 @@ fn converted_files_are_the_same_transformer() {
     }
 }
 
-/// A type that is asked for all weights leaves those alone that all else passes through, but a rule does not.
+/// A type that is asked for all weights leaves those alone that all else passes through, but a rule does not; a file in half precision
+/// has them widened.
 #[test]
-fn what_goes_in_and_out_keeps_its_type() {
+fn what_goes_in_and_out_is_in_single_precision() {
     let at = folder("minimax_h3_transformer");
     let options = LoadOptions::default().weight_type(DType::BF16);
     let types = |options: &LoadOptions, name: &str| {
@@ -352,6 +353,28 @@ fn what_goes_in_and_out_keeps_its_type() {
     }
     let ruled = options.tensor_types(r"transformer\.proj_in=f16".parse().unwrap());
     assert_eq!(types(&ruled, "proj_in.weight"), DType::F16);
+
+    let checkpoint = Checkpoint::open(&at).unwrap();
+    let tensors = checkpoint.tensors().map(|(name, info)| {
+        let stored = match (info.shape.len(), name) {
+            (2, "proj_out.weight") => StoredType::Q8_0,
+            (2, _) => StoredType::F16,
+            _ => StoredType::F32,
+        };
+        (name.to_owned(), stored, info.shape.clone())
+    });
+    let half = Checkpoint::from_table("half", tensors).unwrap();
+    let options = LoadOptions::default();
+    let model = Denoiser::in_checkpoint(&half, QkvOrder::Stacked, &[], &options).unwrap();
+    let params = model.weights(Stage::Steps).params();
+    for (name, dtype) in [
+        ("proj_in.weight", DType::F32),
+        ("proj_out.weight", DType::Q8_0),
+        ("transformer_blocks.0.ff.gate.weight", DType::F16),
+    ] {
+        let param = params.iter().find(|param| param.name() == name).unwrap();
+        assert_eq!(param.dtype(), dtype, "{name}");
+    }
 }
 
 /// LoRAs of diffusers, musubi-tuner and DiffSynth-Studio, each alone and all together.
