@@ -110,9 +110,9 @@ def record(folder, path):
     """One short run, of which some frames and the beginning of the sound are kept for the tests."""
     prompt, seed, frames, points, shown = "a red circle moves right on a black background with a tone of 440 hertz", 3, 22, 9, (0, 11, 21)
     pixels, samples = Pipeline(folder)(prompt, seed, frames, points)
-    said = {"prompt": prompt, "seed": seed, "frames": frames, "steps": points, "shown": json.dumps(shown)}
+    said = {"prompt": prompt, "seed": seed, "frames": frames, "steps": points, "shown": shown}
     tensors = {"pixels": torch.from_numpy(pixels[list(shown)].copy()).contiguous(), "sound": torch.from_numpy(samples[:, :8000].copy()).contiguous()}
-    save_file(tensors, path, {key: str(value) for key, value in said.items()})
+    save_file(tensors, path, {"meta": json.dumps(said)})
 
 
 def write(out, index, pixels, samples):
