@@ -275,6 +275,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// A file is not the sound that it should be.
+    #[error("{} cannot be read as sound: {reason}", path.display())]
+    Sound {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// A file does not hold the latents of a picture or clip.
     #[error("{} holds no latents: {reason}", path.display())]
     Latents {

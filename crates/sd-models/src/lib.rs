@@ -30,8 +30,10 @@ mod sampler;
 mod schedule;
 mod seating;
 mod shapes;
+mod sound;
 mod step_cache;
 mod tiling;
+mod video;
 pub mod wan_vae;
 
 pub use animation::{AnimationReader, AnimationWriter};
@@ -53,3 +55,5 @@ pub use rope::Circular;
 pub use sampler::{Sampler, Sampling};
 pub use schedule::{FlowMatchEuler, Schedule, Scheduler, TimeShift};
 pub use seating::{DeviceNeed, MemoryPlan, PrefixNeed};
+pub use sound::{RATES, Sound};
+pub use video::Video;
