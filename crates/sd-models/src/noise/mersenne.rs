@@ -11,11 +11,47 @@ use rand_mt::Mt;
 
 /// `count` normally distributed numbers from `seed`. Like PyTorch, only the seed's lower 32 bits matter.
 pub fn normal(seed: u64, count: usize) -> Vec<f32> {
-    let mut engine = Mt::new(seed as u32);
-    if count >= BLOCK {
-        blocks(&mut engine, count)
-    } else {
-        pairs(&mut engine, count)
+    Mersenne::new(seed).normal(count)
+}
+
+/// A generator that is drawn from several times.
+#[derive(Debug, Clone)]
+pub(super) struct Mersenne {
+    engine: Mt,
+    /// The second number of a pair of which a short vector took one.
+    left: Option<f64>,
+}
+
+impl Mersenne {
+    pub(super) fn new(seed: u64) -> Mersenne {
+        Mersenne {
+            engine: Mt::new(seed as u32),
+            left: None,
+        }
+    }
+
+    pub(super) fn normal(&mut self, count: usize) -> Vec<f32> {
+        if count >= BLOCK {
+            blocks(&mut self.engine, count)
+        } else {
+            (0..count).map(|_| self.next_of_pair() as f32).collect()
+        }
+    }
+
+    /// Short vectors are drawn in double precision, two numbers at a time.
+    fn next_of_pair(&mut self) -> f64 {
+        if let Some(left) = self.left.take() {
+            return left;
+        }
+        let mut uniform = || {
+            let high = u64::from(self.engine.next_u32());
+            let bits = high << 32 | u64::from(self.engine.next_u32());
+            (bits & ((1 << 53) - 1)) as f64 * (1.0 / (1_u64 << 53) as f64)
+        };
+        let angle = std::f64::consts::TAU * uniform();
+        let radius = (-2.0 * (-uniform()).ln_1p()).sqrt();
+        self.left = Some(radius * angle.sin());
+        radius * angle.cos()
     }
 }
 
@@ -45,21 +81,4 @@ fn box_muller(block: &mut [f32; BLOCK]) {
         let angle = TAU * *b;
         (*a, *b) = (radius * angle.cos(), radius * angle.sin());
     }
-}
-
-/// Short vectors are drawn in double precision, two numbers at a time.
-fn pairs(engine: &mut Mt, count: usize) -> Vec<f32> {
-    let mut uniform = || {
-        let high = u64::from(engine.next_u32());
-        let bits = high << 32 | u64::from(engine.next_u32());
-        (bits & ((1 << 53) - 1)) as f64 * (1.0 / (1_u64 << 53) as f64)
-    };
-    let mut values = Vec::with_capacity(count + 1);
-    while values.len() < count {
-        let angle = std::f64::consts::TAU * uniform();
-        let radius = (-2.0 * (-uniform()).ln_1p()).sqrt();
-        values.extend([(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
-    }
-    values.truncate(count);
-    values
 }

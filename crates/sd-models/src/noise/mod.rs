@@ -11,6 +11,8 @@ use std::num::NonZeroU64;
 use std::str::FromStr;
 
 use crate::error::Error;
+use mersenne::Mersenne;
+use philox::Philox;
 
 /// Whose random numbers a seed stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -35,9 +37,34 @@ pub enum Rng {
 impl Rng {
     /// `count` normally distributed numbers from `seed`.
     pub fn normal(self, seed: u64, count: usize) -> Vec<f32> {
-        match self {
-            Rng::Cpu => mersenne::normal(seed, count),
-            Rng::Cuda { threads } => philox::normal(seed, count, threads),
+        self.start(seed).normal(count)
+    }
+
+    /// A generator for several draws one after the other, as PyTorch's generators go on.
+    pub fn start(self, seed: u64) -> Generator {
+        Generator(match self {
+            Rng::Cpu => State::Cpu(Box::new(Mersenne::new(seed))),
+            Rng::Cuda { threads } => State::Cuda(Philox::new(seed, threads)),
+        })
+    }
+}
+
+/// A generator of noise that goes on where the last draw ended.
+#[derive(Debug, Clone)]
+pub struct Generator(State);
+
+#[derive(Debug, Clone)]
+enum State {
+    Cpu(Box<Mersenne>),
+    Cuda(Philox),
+}
+
+impl Generator {
+    /// The next `count` normally distributed numbers, as PyTorch draws a tensor of so many.
+    pub fn normal(&mut self, count: usize) -> Vec<f32> {
+        match &mut self.0 {
+            State::Cpu(mersenne) => mersenne.normal(count),
+            State::Cuda(philox) => philox.normal(count),
         }
     }
 }

@@ -33,17 +33,42 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// `count` normally distributed numbers from `seed`, drawn by so many `threads`; by `count` if none.
-///
-/// Each thread has a sequence of its own, whose numbers come four at a time. The first numbers of all threads lie side by
-/// side, then the second ones, and so on.
-pub(super) fn normal(seed: u64, count: usize, threads: Option<NonZeroU64>) -> Vec<f32> {
-    let threads = threads.map_or(count as u64, NonZeroU64::get).max(1);
+/// A generator that is drawn from several times.
+#[derive(Debug, Clone)]
+pub(super) struct Philox {
+    seed: u64,
+    threads: Option<NonZeroU64>,
+    /// How often four numbers were taken from each thread's sequence.
+    turns: u64,
+}
+
+impl Philox {
+    pub(super) fn new(seed: u64, threads: Option<NonZeroU64>) -> Philox {
+        Philox {
+            seed,
+            threads,
+            turns: 0,
+        }
+    }
+
+    /// Each thread has a sequence of its own, whose numbers come four at a time. The first numbers of all threads lie side
+    /// by side, then the second ones, and so on. What is drawn later goes on behind the last four that any thread took.
+    pub(super) fn normal(&mut self, count: usize) -> Vec<f32> {
+        let threads = self.threads.map_or(count as u64, NonZeroU64::get).max(1);
+        let numbers = normal((self.seed, self.turns), count, threads);
+        let places = (count as u64).div_ceil(threads);
+        self.turns = self.turns.wrapping_add(places.div_ceil(4));
+        numbers
+    }
+}
+
+/// `count` normally distributed numbers from `seed`, drawn by so many `threads` that took four numbers `turns` times before.
+fn normal((seed, turns): (u64, u64), count: usize, threads: u64) -> Vec<f32> {
     let key = halves(seed);
     (0..count as u64)
         .map(|index| {
             let (place, thread) = (index / threads, index % threads);
-            let (turn, sequence) = (halves(place / 4), halves(thread));
+            let (turn, sequence) = (halves(turns.wrapping_add(place / 4)), halves(thread));
             let [a, b, c, d] = philox([turn[0], turn[1], sequence[0], sequence[1]], key);
             let (radius, angle) = match place % 4 {
                 0 | 1 => (a, b),
