@@ -131,8 +131,7 @@ impl Pipeline {
             references.push(Reference {
                 size,
                 latents,
-                embeddings: seen.embeddings,
-                deepstack: seen.deepstack,
+                seen,
             });
             let done = images.len() + references.len();
             progress.report(&Progress::Step { done, total });

@@ -231,6 +231,25 @@ pub enum Error {
     /// A prompt that the model cannot read.
     #[error("the prompt {0}")]
     Prompt(String),
+    /// Sides of a picture or a canvas that the model was not made for.
+    #[error("{width}x{height} is no picture whose sides are at most 4 to 1")]
+    Aspect {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+    },
+    /// A clip of no frames, or of more than are possible.
+    #[error("{frames} frames: from 1 to {most} are possible")]
+    Frames {
+        /// How many were asked for.
+        frames: usize,
+        /// How many are possible.
+        most: usize,
+    },
+    /// Keyframes, pictures, clips and sounds that a model of clips cannot be asked about together, or one of them.
+    #[error("references: {0}")]
+    ClipReferences(String),
     /// More reference pictures than a prompt can have.
     #[error("{0} reference pictures: at most {MOST_REFERENCES} are possible")]
     TooManyReferences(usize),

@@ -29,6 +29,11 @@ impl FrameRate {
         })
     }
 
+    /// Pictures in a second.
+    pub fn per_second(self) -> f64 {
+        f64::from(self.numerator) / f64::from(self.denominator)
+    }
+
     /// Seconds from one picture to the next as a fraction of small numbers, as animated PNGs have it; to a thousandth of a
     /// second where it has none.
     pub(crate) fn delay(self) -> (u16, u16) {

@@ -5,12 +5,69 @@ use image::RgbaImage;
 /// Bits behind the point of a weight, as Pillow has them: eight bits of a channel and two for sums go on top.
 const FRACTION_BITS: u32 = 32 - 8 - 2;
 
-/// Lobes of the filter on each side.
-const LOBES: f64 = 3.0;
+/// How pixels are weighed by their distance.
+#[derive(Debug, Clone, Copy)]
+struct Filter {
+    /// Pixels on each side that count, where pixels do not become fewer.
+    support: f64,
+    weight: fn(f64) -> f64,
+}
+
+/// The Lanczos filter of three lobes.
+const LANCZOS: Filter = Filter {
+    support: 3.0,
+    weight: |x| {
+        let sinc = |x: f64| {
+            let x = x * std::f64::consts::PI;
+            if x == 0.0 { 1.0 } else { x.sin() / x }
+        };
+        if (-3.0..3.0).contains(&x) {
+            sinc(x) * sinc(x / 3.0)
+        } else {
+            0.0
+        }
+    },
+};
+
+/// The cubic filter with a slope of -1/2 at its first zero.
+const BICUBIC: Filter = Filter {
+    support: 2.0,
+    weight: |x| {
+        const A: f64 = -0.5;
+        let x = x.abs();
+        if x < 1.0 {
+            ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0
+        } else if x < 2.0 {
+            (((x - 5.0) * x + 8.0) * x - 4.0) * A
+        } else {
+            0.0
+        }
+    },
+};
 
 /// A picture resized by the Lanczos filter of three lobes. Colours count by their alpha, so that what cannot be seen does
 /// not bleed into what can; with the same size it is the picture itself.
 pub(crate) fn lanczos(picture: &RgbaImage, width: u32, height: u32) -> RgbaImage {
+    resized(picture, (width, height), LANCZOS)
+}
+
+/// As [`lanczos`], by the cubic filter.
+pub(crate) fn bicubic(picture: &RgbaImage, width: u32, height: u32) -> RgbaImage {
+    resized(picture, (width, height), BICUBIC)
+}
+
+/// A picture as it looks on white paper.
+pub(crate) fn opaque(picture: &RgbaImage) -> RgbaImage {
+    let mut picture = picture.clone();
+    for pixel in picture.pixels_mut() {
+        let [r, g, b, alpha] = pixel.0;
+        let [r, g, b] = [r, g, b].map(|channel| over_white(channel, alpha));
+        pixel.0 = [r, g, b, 255];
+    }
+    picture
+}
+
+fn resized(picture: &RgbaImage, (width, height): (u32, u32), filter: Filter) -> RgbaImage {
     if picture.dimensions() == (width, height) {
         return picture.clone();
     }
@@ -24,7 +81,7 @@ pub(crate) fn lanczos(picture: &RgbaImage, width: u32, height: u32) -> RgbaImage
     let (columns, rows) = (picture.width() as usize, picture.height() as usize);
     let (width, height) = (width as usize, height as usize);
     if columns != width {
-        let taps = taps(columns, width);
+        let taps = taps(columns, width, filter);
         pixels = pixels
             .chunks_exact(columns.max(1))
             .flat_map(|line| taps.iter().map(|tap| tap.apply(|index| line[index])))
@@ -35,7 +92,7 @@ pub(crate) fn lanczos(picture: &RgbaImage, width: u32, height: u32) -> RgbaImage
             let pixels = &pixels;
             move |y: usize| pixels[y * width + x]
         };
-        pixels = taps(rows, height)
+        pixels = taps(rows, height, filter)
             .iter()
             .flat_map(|tap| (0..width).map(move |x| (tap, x)))
             .map(|(tap, x)| tap.apply(column(x)))
@@ -52,11 +109,13 @@ pub(crate) fn lanczos(picture: &RgbaImage, width: u32, height: u32) -> RgbaImage
 pub(crate) fn on_white(picture: &RgbaImage) -> Vec<u8> {
     (0..3)
         .flat_map(|channel| picture.pixels().map(move |pixel| (channel, pixel.0)))
-        .map(|(channel, pixel)| {
-            let alpha = u32::from(pixel[3]);
-            by_255(u32::from(pixel[channel]) * alpha + 255 * (255 - alpha))
-        })
+        .map(|(channel, pixel)| over_white(pixel[channel], pixel[3]))
         .collect()
+}
+
+fn over_white(channel: u8, alpha: u8) -> u8 {
+    let alpha = u32::from(alpha);
+    by_255(u32::from(channel) * alpha + 255 * (255 - alpha))
 }
 
 /// `n / 255`, rounded, for products of two bytes.
@@ -103,18 +162,18 @@ impl Tap {
 }
 
 /// What each of `to` pixels is made of where there are `from`.
-fn taps(from: usize, to: usize) -> Vec<Tap> {
+fn taps(from: usize, to: usize, filter: Filter) -> Vec<Tap> {
     let scale = from as f64 / to as f64;
     // Where pixels become fewer, the filter is as wide as those that become one.
     let width = scale.max(1.0);
-    let support = LOBES * width;
+    let support = filter.support * width;
     (0..to)
         .map(|index| {
             let centre = (index as f64 + 0.5) * scale;
             let first = (centre - support + 0.5).max(0.0) as usize;
             let end = ((centre + support + 0.5) as usize).min(from);
             let weights: Vec<f64> = (first..end)
-                .map(|pixel| filter((pixel as f64 - centre + 0.5) * (1.0 / width)))
+                .map(|pixel| (filter.weight)((pixel as f64 - centre + 0.5) * (1.0 / width)))
                 .collect();
             let sum: f64 = weights.iter().sum();
             let whole = |weight: &f64| {
@@ -127,18 +186,6 @@ fn taps(from: usize, to: usize) -> Vec<Tap> {
             }
         })
         .collect()
-}
-
-fn filter(x: f64) -> f64 {
-    let sinc = |x: f64| {
-        let x = x * std::f64::consts::PI;
-        if x == 0.0 { 1.0 } else { x.sin() / x }
-    };
-    if (-LOBES..LOBES).contains(&x) {
-        sinc(x) * sinc(x / LOBES)
-    } else {
-        0.0
-    }
 }
 
 #[cfg(test)]

@@ -431,7 +431,7 @@ fn readers(
     };
     let reader = model.reader()?;
     let estimate = reader.tower_estimate(backends.on(looks)?, size)?;
-    let cost = reader.tower_cost(looks)?;
+    let cost = reader.sight().cost(looks)?;
     let compute = estimate.compute_bytes + estimate.constant_bytes;
     let tower = Need {
         component: Component::TextEncoder,
@@ -443,7 +443,7 @@ fn readers(
             _ => compute,
         },
         streamed: streamed(
-            reader.tower_weights(),
+            reader.sight().weights(),
             Component::TextEncoder,
             looks,
             &estimate,

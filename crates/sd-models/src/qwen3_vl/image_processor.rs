@@ -30,7 +30,8 @@ pub struct ImageProcessor {
 
 #[derive(Debug, Deserialize)]
 struct Nested {
-    image_processor: Settings,
+    image_processor: Option<Settings>,
+    video_processor: Option<Settings>,
 }
 
 /// What of `preprocessor_config.json` bears on pictures.
@@ -83,14 +84,20 @@ impl ImageProcessor {
         let (path, settings) = if own.is_file() {
             (own.clone(), read_json::<Settings>(&own)?)
         } else if joint.is_file() {
-            (joint.clone(), read_json::<Nested>(&joint)?.image_processor)
+            let settings = read_json::<Nested>(&joint)?.image_processor;
+            (joint, settings.unwrap_or_default())
         } else {
             (own, Settings::default())
         };
+        ImageProcessor::new(&path, settings, config)
+    }
+
+    /// With the `settings` that stand in the file `path`.
+    fn new(path: &Path, settings: Settings, config: &VisionConfig) -> Result<ImageProcessor> {
         let fewest = settings.min_pixels.unwrap_or(settings.size.shortest_edge);
         let most = settings.max_pixels.unwrap_or(settings.size.longest_edge);
         check(
-            &path,
+            path,
             &[
                 ("shortest_edge is at most longest_edge", fewest <= most),
                 (
@@ -160,14 +167,24 @@ impl ImageProcessor {
     /// Patches `[patches, channels * frames * patch * patch]` of the red, green and blue planes `[3, height, width]` of a
     /// picture of `size` pixels, whose sides are whole tokens, in the order of the squares that become tokens.
     pub fn patches(&self, planes: &[u8], size: Size) -> Vec<f32> {
+        self.patches_of(&[planes], size)
+    }
+
+    /// As [`ImageProcessor::patches`] for as many pictures as a patch has frames; the last is repeated where there are fewer.
+    fn patches_of(&self, pictures: &[&[u8]], size: Size) -> Vec<f32> {
         let side = self.patch;
+        let area = (size.height * size.width).max(1);
+        let frames: Vec<&[u8]> = (0..self.frames)
+            .filter_map(|frame| pictures.get(frame).or(pictures.last()).copied())
+            .collect();
         let order = merged_order(self.grid(size), self.merge);
         let shades: Vec<[f32; 256]> = (0..3).map(|channel| self.shades(channel)).collect();
         let mut patches = Vec::with_capacity(order.len() * 3 * self.frames * side * side);
         for [row, column] in order {
-            let channels = planes.chunks_exact((size.height * size.width).max(1));
-            for (plane, shades) in channels.zip(&shades) {
-                for _ in 0..self.frames {
+            for (channel, shades) in shades.iter().enumerate() {
+                let planes = frames.iter();
+                let planes = planes.filter_map(|frame| frame.chunks_exact(area).nth(channel));
+                for plane in planes {
                     for line in plane.chunks_exact(size.width).skip(row * side).take(side) {
                         let pixels = line.iter().skip(column * side).take(side);
                         patches.extend(pixels.map(|&byte| shades[usize::from(byte)]));
@@ -184,6 +201,95 @@ impl ImageProcessor {
             let value = (byte as f64 * self.rescale) as f32;
             (value - self.mean[channel]) / self.std[channel]
         })
+    }
+}
+
+/// How clips are made ready for the vision tower: frames that a patch joins are read together, each group by itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VideoProcessor(ImageProcessor);
+
+impl VideoProcessor {
+    /// Reads `video_preprocessor_config.json` in `folder`, or what `processor_config.json` says of clips; where there is
+    /// neither, the published models' settings hold.
+    ///
+    /// # Errors
+    /// As for [`ImageProcessor::read`].
+    pub fn read(folder: &Path, config: &VisionConfig) -> Result<VideoProcessor> {
+        let (own, joint) = (
+            folder.join("video_preprocessor_config.json"),
+            folder.join("processor_config.json"),
+        );
+        let published = || Settings {
+            size: Limits {
+                shortest_edge: 64 * 64,
+                longest_edge: 24 * 1024 * 1024,
+            },
+            ..Settings::default()
+        };
+        let (path, settings) = if own.is_file() {
+            (own.clone(), read_json::<Settings>(&own)?)
+        } else if joint.is_file() {
+            let settings = read_json::<Nested>(&joint)?.video_processor;
+            (joint, settings.unwrap_or_else(published))
+        } else {
+            (own, published())
+        };
+        Ok(VideoProcessor(ImageProcessor::new(
+            &path, settings, config,
+        )?))
+    }
+
+    /// Frames that a patch joins.
+    pub fn frames(&self) -> usize {
+        self.0.frames
+    }
+
+    /// The size in pixels that the reference would give `frames` pictures of a clip, whose pixels count together. Nothing for
+    /// fewer frames than a patch joins, and for sides of more than 200 to 1.
+    pub fn fitting(&self, frames: usize, size: Size) -> Option<Size> {
+        let (joined, least) = (self.0.frames, self.0.patch * self.0.merge);
+        let Size { height, width } = size;
+        let (longer, shorter) = (height.max(width), height.min(width));
+        if frames < joined || shorter == 0 || longer > shorter.saturating_mul(STEEPEST) {
+            return None;
+        }
+        let factor = least as f64;
+        let (mut height, mut width) = (height as f64, width as f64);
+        if height < factor || width < factor {
+            let scale = (factor / height).max(factor / width);
+            (height, width) = ((height * scale).floor(), (width * scale).floor());
+        }
+        let sides = |scaled: &dyn Fn(f64) -> f64| {
+            let side = |side: f64| (scaled(side) * factor) as usize;
+            Size::new(side(height), side(width))
+        };
+        let pairs = (frames as f64 / joined as f64).round_ties_even() as usize * joined;
+        let rounded = sides(&|side| (side / factor).round_ties_even());
+        let pixels = pairs
+            .saturating_mul(rounded.height)
+            .saturating_mul(rounded.width);
+        let volume = frames as f64 * height * width;
+        Some(if pixels > self.0.most {
+            let beta = (volume / self.0.most as f64).sqrt();
+            let Size { height, width } = sides(&|side| (side / beta / factor).floor());
+            Size::new(height.max(least), width.max(least))
+        } else if pixels < self.0.fewest {
+            let beta = (self.0.fewest as f64 / volume).sqrt();
+            sides(&|side| (side * beta / factor).ceil())
+        } else {
+            rounded
+        })
+    }
+
+    /// Patches of a picture of `size` pixels.
+    pub fn grid(&self, size: Size) -> Size {
+        self.0.grid(size)
+    }
+
+    /// As [`ImageProcessor::patches`] for the pictures of one group; where there are fewer than a patch joins, the last is
+    /// repeated.
+    pub fn patches(&self, pictures: &[&[u8]], size: Size) -> Vec<f32> {
+        self.0.patches_of(pictures, size)
     }
 }
 

@@ -6,12 +6,14 @@
 mod config;
 mod image_processor;
 mod names;
+mod reading;
 mod text;
 mod vision;
 
 pub use config::{Config, TextConfig, VisionConfig};
-pub use image_processor::ImageProcessor;
+pub use image_processor::{ImageProcessor, VideoProcessor};
 pub use names::with_vision;
 pub(crate) use names::{IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN};
+pub(crate) use reading::{Seen, Sight, set_pictures, text_graph};
 pub use text::{Pictures, TextModel};
 pub use vision::VisionTower;

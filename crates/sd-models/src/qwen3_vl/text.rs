@@ -56,24 +56,37 @@ impl TextModel {
     /// Declares the parameters of a `Qwen3VLForConditionalGeneration` at the root of its checkpoint. Final norm, head
     /// and vision tower are known but not needed here.
     pub fn new(root: &Scope<'_>, config: &TextConfig) -> TextModel {
+        TextModel::truncated(root, config, usize::MAX)
+    }
+
+    /// As [`TextModel::new`] with the first so many `layers`, or all if there are no more. Those beyond are known but not
+    /// needed, where a file has them.
+    pub fn truncated(root: &Scope<'_>, config: &TextConfig, layers: usize) -> TextModel {
         root.ignore("lm_head");
         root.ignore("model.visual");
         let scope = root.sub("model.language_model");
         scope.ignore("norm");
+        let mut config = config.clone();
+        config.num_hidden_layers = config.num_hidden_layers.min(layers);
+        let all = scope.sub("layers");
+        let is_there = |index: &usize| all.sub(index).sub("self_attn.q_norm").has("weight");
+        for index in (config.num_hidden_layers..).take_while(is_there) {
+            all.ignore(&index.to_string());
+        }
         TextModel {
-            config: config.clone(),
             embed_tokens: scope.sub("embed_tokens").param(
                 "weight",
                 [config.vocab_size, config.hidden_size],
                 Role::Table,
             ),
             layers: (0..config.num_hidden_layers)
-                .map(|index| DecoderLayer::new(&scope.sub("layers").sub(index), config))
+                .map(|index| DecoderLayer::new(&all.sub(index), &config))
                 .collect(),
+            config,
         }
     }
 
-    /// The sizes it was made with.
+    /// The sizes it was made with; as many layers as are computed.
     pub fn config(&self) -> &TextConfig {
         &self.config
     }

@@ -1,17 +1,16 @@
 //! From a prompt, and the reference pictures that it is about, to a condition.
 
 use sd_backend::Backend;
-use sd_graph::{Cancel, Graph, Progress};
+use sd_graph::{Cancel, Progress};
 
 use super::condition::Condition;
 use super::layout::Segment;
 use super::model::QwenImage21;
 use super::prefix::Prefixes;
 use super::prompt::TokenizedPrompt;
-use super::reading::deepstack;
 use super::references::{References, segments};
 use crate::error::Result;
-use crate::qwen3_vl::{Pictures, TextModel};
+use crate::qwen3_vl::{set_pictures, text_graph};
 use crate::rope::Part;
 
 impl QwenImage21 {
@@ -63,23 +62,11 @@ impl QwenImage21 {
                     text_graph(g, module, &parts, features);
                 })?;
         plan.set("token_ids", &text_ids)?;
-        if !references.is_empty() {
-            let pictures = references.0.iter();
-            let embeddings: Vec<f32> = pictures
-                .flat_map(|picture| &picture.embeddings)
-                .copied()
-                .collect();
-            plan.set("pictures", &embeddings)?;
-            for index in 0..features {
-                let pictures = references.0.iter();
-                let added: Vec<f32> = pictures
-                    .filter_map(|picture| picture.deepstack.get(index))
-                    .flatten()
-                    .copied()
-                    .collect();
-                plan.set(&deepstack(index), &added)?;
-            }
-        }
+        set_pictures(
+            plan,
+            references.0.iter().map(|picture| &picture.seen),
+            features,
+        )?;
         plan.run(backend, cancel)?;
         let width = module.config().hidden_size;
         let hidden: Vec<f32> = plan
@@ -109,32 +96,8 @@ impl QwenImage21 {
     }
 }
 
-/// Reads `parts`, with `features` that are added to those that are pictures.
-pub(super) fn text_graph(g: Graph<'_>, module: &TextModel, parts: &[Part], features: usize) {
-    let tokens = |is_text: bool| -> usize {
-        let parts = parts.iter();
-        let kind = parts.filter(|part| matches!(part, Part::Text(_)) == is_text);
-        kind.map(|part| part.tokens()).sum()
-    };
-    let ids = g.input::<i32>("token_ids", [tokens(true)]);
-    let hidden = match tokens(false) {
-        0 => module.forward(g, ids),
-        pictures => {
-            let shape = [pictures, module.config().hidden_size];
-            let pictures = Pictures {
-                embeddings: g.input::<f32>("pictures", shape),
-                deepstack: (0..features)
-                    .map(|index| g.input::<f32>(&deepstack(index), shape))
-                    .collect(),
-            };
-            module.forward_with_pictures(g, parts, ids, &pictures)
-        }
-    };
-    g.output("hidden", hidden);
-}
-
 /// How many features of each picture are added behind layers.
 fn features_of(references: &References) -> usize {
     let first = references.0.first();
-    first.map_or(0, |picture| picture.deepstack.len())
+    first.map_or(0, |picture| picture.seen.deepstack.len())
 }

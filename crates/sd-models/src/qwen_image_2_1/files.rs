@@ -1,24 +1,18 @@
 //! From the files of a model to what is declared against them: where each part is, what its tensors are called and what it is like.
 
-use std::path::{Path, PathBuf};
-
-use sd_backend::Component;
-use sd_graph::Checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokenizers::Tokenizer;
 
 use super::VaeConfig;
 use super::names::TRANSFORMER;
 use super::prompt::PromptTokenizer;
 use super::transformer::TransformerConfig;
 use crate::config::{from_json, read_json};
-use crate::error::{Error, Result};
-use crate::families::{Known, config_of, part_in};
-use crate::gguf_tokenizer;
+use crate::error::Result;
 use crate::model_files::ModelFiles;
-use crate::qwen3_vl::{self, IMAGE_TOKEN, TEXT_ENCODER, VIDEO_TOKEN, with_vision};
+use crate::qwen3_vl::{self, TEXT_ENCODER};
 use crate::schedule::FlowMatchEuler;
+use crate::sources::{Described, Opened, Source, text_encoder};
 use crate::wan_vae::VAE;
 
 /// What of `model_index.json` bears on sampling.
@@ -26,14 +20,6 @@ use crate::wan_vae::VAE;
 struct ModelIndex {
     #[serde(default)]
     sample_sigmas: Option<Vec<f32>>,
-}
-
-/// One part of a model as its files have it.
-#[derive(Debug)]
-pub(super) struct Source<C> {
-    /// Its tensors, under the reference's names; those of a VAE under the names that its file has behind a prefix.
-    pub(super) checkpoint: Checkpoint,
-    pub(super) config: C,
 }
 
 /// All parts of a model.
@@ -51,7 +37,7 @@ impl Sources {
     /// Finds all parts, reads what describes them and checks it. No weight is read.
     ///
     /// # Errors
-    /// Everything that can be wrong with files; see [`Error`].
+    /// Everything that can be wrong with files; see [`Error`](crate::Error).
     pub(super) fn open(files: &ModelFiles) -> Result<Sources> {
         let index: ModelIndex = match files.folder() {
             Some(folder) => read_json(&folder.join("model_index.json"))?,
@@ -60,29 +46,10 @@ impl Sources {
         let mut opened = Opened::default();
         let mut part =
             |known, folder, hint| Described::find(files, known, folder, hint, &mut opened);
-        let mut text = part(&TEXT_ENCODER, "text_encoder", "--text-encoder")?;
+        let text = part(&TEXT_ENCODER, "text_encoder", "--text-encoder")?;
         let transformer = part(&TRANSFORMER, "transformer", "--transformer")?;
         let vae = part(&VAE, "vae", "--vae")?;
-
-        if let Some(path) = &files.vision {
-            let (checkpoint, config) = with_vision(&text.checkpoint, &Checkpoint::open(path)?)?;
-            text.checkpoint = checkpoint;
-            if !text.is_told {
-                text.config["vision_config"] = config;
-            }
-        }
-        let tokenizer = tokenizer(files, &text.checkpoint)?;
-        if !text.is_told {
-            for (field, token) in [
-                ("image_token_id", IMAGE_TOKEN),
-                ("video_token_id", VIDEO_TOKEN),
-            ] {
-                if let Some(id) = tokenizer.token_to_id(token) {
-                    text.config[field] = json!(id);
-                }
-            }
-        }
-        let text_encoder = text.read(qwen3_vl::Config::checked)?;
+        let (text_encoder, tokenizer) = text_encoder(files, text)?;
         let prompts = PromptTokenizer::new(tokenizer, &text_encoder.config)?;
         let scheduler = match files.folder() {
             Some(folder) => FlowMatchEuler::read(&folder.join("scheduler/scheduler_config.json"))?,
@@ -112,156 +79,4 @@ fn published_schedule() -> Value {
         "shift_terminal": 0.02,
         "time_shift_type": "exponential",
     })
-}
-
-/// Files that were opened, so that a file with several parts is opened once.
-#[derive(Debug, Default)]
-struct Opened(Vec<(PathBuf, Checkpoint)>);
-
-impl Opened {
-    fn get(&mut self, path: &Path) -> Result<Checkpoint> {
-        if let Some((_, known)) = self.0.iter().find(|(known, _)| known == path) {
-            return Ok(known.clone());
-        }
-        let checkpoint = Checkpoint::open(path)?;
-        self.0.push((path.to_owned(), checkpoint.clone()));
-        Ok(checkpoint)
-    }
-}
-
-/// A part and the text of its configuration.
-struct Described {
-    checkpoint: Checkpoint,
-    config: Value,
-    /// Whether a file says so; else it follows from the tensors.
-    is_told: bool,
-    /// What stands beside a single file, if anything: it may be about another.
-    beside: Option<Value>,
-    /// What errors about the configuration name.
-    path: PathBuf,
-}
-
-impl Described {
-    /// Finds the part `known`: at the path that was given for it, or in the `folder` of the model's, or in its file.
-    fn find(
-        files: &ModelFiles,
-        known: &'static Known,
-        folder: &str,
-        hint: &'static str,
-        opened: &mut Opened,
-    ) -> Result<Described> {
-        let missing = || Error::MissingPart {
-            path: files.label().to_owned(),
-            part: known.component.name(),
-            hint,
-        };
-        let path = match (files.of(known.component), &files.model) {
-            (Some(path), _) => path.to_owned(),
-            (None, Some(model)) if model.is_dir() => model.join(folder),
-            (None, Some(model)) => model.clone(),
-            (None, None) => return Err(missing()),
-        };
-        let is_of_all = files.of(known.component).is_none() && path.is_file();
-        let is_of_folder = files.of(known.component).is_none() && !is_of_all;
-        let beside = path.join("config.json");
-        // A model folder says what its parts are like; a folder that was given for one part may.
-        let is_told = is_of_folder || beside.is_file();
-        let told: Option<Value> = is_told.then(|| read_json(&beside)).transpose()?;
-        let whole = opened.get(&path)?;
-        let found = match part_in(&whole, known) {
-            Err(Error::UnknownFile { .. }) if is_of_all => return Err(missing()),
-            Err(Error::UnknownFile { .. }) if is_told => None,
-            outcome => Some(outcome?),
-        };
-        let checkpoint = match &found {
-            Some(found) => found.select(&whole)?,
-            // Whatever is missing will be told when it is declared.
-            None => whole,
-        };
-        let folder = path.parent().filter(|_| path.is_file());
-        let beside_file = folder.map(|folder| folder.join("config.json"));
-        let beside_file = beside_file.filter(|config| config.is_file());
-        let config = match told {
-            Some(config) => config,
-            None => config_of(known, &checkpoint).map_err(|reason| Error::Config {
-                path: path.clone(),
-                reason,
-            })?,
-        };
-        Ok(Described {
-            checkpoint,
-            config,
-            is_told,
-            beside: beside_file.and_then(|config| read_json(&config).ok()),
-            path: if is_told { beside } else { path },
-        })
-    }
-
-    fn read<C: serde::de::DeserializeOwned>(
-        self,
-        check: impl Fn(C, &Path) -> Result<C>,
-    ) -> Result<Source<C>> {
-        let read = |value: Value| check(from_json(&self.path, value)?, &self.path);
-        // As a file of a folder in the diffusers layout has it.
-        let beside = self.beside.and_then(|value| read(value).ok());
-        Ok(Source {
-            config: match beside {
-                Some(config) => config,
-                None => read(self.config)?,
-            },
-            checkpoint: self.checkpoint,
-        })
-    }
-}
-
-/// The tokenizer that was given, or that of the model folder, or one beside the text encoder, or the one in its file.
-fn tokenizer(files: &ModelFiles, text_encoder: &Checkpoint) -> Result<Tokenizer> {
-    let within = |folder: &Path| -> Vec<PathBuf> {
-        let folders = ["processor", "tokenizer", ""].map(|part| folder.join(part));
-        folders.map(|folder| folder.join("tokenizer.json")).into()
-    };
-    let path = if let Some(given) = &files.tokenizer {
-        let places = match given.is_dir() {
-            true => within(given),
-            false => vec![given.clone()],
-        };
-        let missing = || Error::Missing {
-            path: given.clone(),
-            what: "tokenizer.json",
-        };
-        Some(
-            places
-                .into_iter()
-                .find(|path| path.is_file())
-                .ok_or_else(missing)?,
-        )
-    } else {
-        let mut places = files.folder().map(within).unwrap_or_default();
-        let beside = files
-            .of(Component::TextEncoder)
-            .filter(|path| path.is_dir());
-        for folder in beside
-            .into_iter()
-            .flat_map(|folder| [Some(folder), folder.parent()])
-        {
-            places.extend(folder.map(within).unwrap_or_default());
-        }
-        places.into_iter().find(|path| path.is_file())
-    };
-    if let Some(path) = path {
-        let wrong = |error| Error::Tokenizer(format!("{}: {error}", path.display()));
-        return Tokenizer::from_file(&path).map_err(wrong);
-    }
-    match gguf_tokenizer::read(text_encoder)? {
-        Some(tokenizer) => Ok(tokenizer),
-        None if files.folder().is_some() => Err(Error::Missing {
-            path: files.label().to_owned(),
-            what: "processor/tokenizer.json",
-        }),
-        None => Err(Error::MissingPart {
-            path: text_encoder.path().to_owned(),
-            part: "tokenizer",
-            hint: "--tokenizer",
-        }),
-    }
 }

@@ -5,12 +5,11 @@ use std::path::Path;
 use sd_backend::{Backend, Component, DType, Device};
 use sd_graph::{
     Cancel, Declarations, Estimate, Fallback, Graph, LoadOptions, LoadReport, Plan, PlanCache,
-    Progress, Reporter, RunnerCache, Scope, Weights,
+    Progress, Reporter, RunnerCache, Weights,
 };
 
 use super::condition::Condition;
-use super::encoding::text_graph;
-use super::files::{Source, Sources};
+use super::files::Sources;
 use super::layout::{Layout, Segment};
 use super::names::with_loras;
 use super::prefix::{ModelIdentity, Prefix, PrefixCache, PrefixKey, WeakPrefixes};
@@ -23,8 +22,9 @@ use crate::canvas::{Canvas, Piece};
 use crate::error::{Error, Result};
 use crate::lora::{Adapted, LoraReport};
 use crate::model_files::ModelFiles;
+use crate::part::Part;
 use crate::preview::{self, Fitting, LinearMap};
-use crate::qwen3_vl::{self, TextModel};
+use crate::qwen3_vl::{self, TextModel, text_graph};
 use crate::rope;
 use crate::schedule::{FlowMatchEuler, Schedule, Scheduler};
 use crate::tiling::Mosaic;
@@ -32,47 +32,6 @@ use crate::wan_vae::Names;
 
 /// The parts in the order in which a picture is made.
 pub const IN_ORDER: [Component; 3] = [Component::TextEncoder, Component::Diffusion, Component::Vae];
-
-/// One part of a model: what it computes, and the weights that it declared to need.
-#[derive(Debug)]
-pub(super) struct Part<M> {
-    pub(super) module: M,
-    pub(super) weights: Weights,
-    fallbacks: Vec<Fallback>,
-}
-
-impl<M> Part<M> {
-    /// Declares what `new` needs of the part called `name`, whose tensors are those of `source`.
-    pub(super) fn open<C>(
-        source: &Source<C>,
-        name: &str,
-        options: &LoadOptions,
-        new: impl FnOnce(&Scope<'_>, &C) -> M,
-    ) -> Result<Part<M>> {
-        let declarations = Declarations::new(&source.checkpoint, options.clone().component(name));
-        Part::declared(source, declarations, new)
-    }
-
-    /// As [`Part::open`], against what was begun to declare.
-    fn declared<C>(
-        source: &Source<C>,
-        declarations: Declarations<'_>,
-        new: impl FnOnce(&Scope<'_>, &C) -> M,
-    ) -> Result<Part<M>> {
-        let module = new(&declarations.root(), &source.config);
-        let fallbacks = declarations.fallbacks();
-        let unused = declarations.unused_adapters();
-        let params = declarations.finish()?;
-        if let [first, ..] = &unused[..] {
-            tracing::warn!(weights = unused.len(), %first, "LoRAs add to weights that are no linear layer; this is left out");
-        }
-        Ok(Part {
-            module,
-            weights: Weights::new(source.checkpoint.clone(), params),
-            fallbacks,
-        })
-    }
-}
 
 /// A Qwen-Image 2.1 model: text encoder, transformer, VAE decoder, tokenizer and schedule, and what reads reference pictures.
 ///
@@ -644,7 +603,7 @@ impl QwenImage21 {
             Component::TextEncoder => {
                 let parts = parts(prompt, self.prompts.system_tokens());
                 let reader = self.reader.as_ref();
-                let features = reader.map_or(0, Reader::features);
+                let features = reader.map_or(0, |reader| reader.sight().features());
                 Estimate::of(backend, |g| {
                     text_graph(g, &self.text_encoder.module, &parts, features);
                 })?

@@ -1,36 +1,24 @@
 //! Reading reference pictures: the vision tower and the VAE's encoder, which are in memory only while they read.
 
-use sd_backend::{Backend, Device, Mapping, Residence};
-use sd_graph::{
-    Cancel, Checkpoint, Estimate, Graph, LoadCost, LoadOptions, PlanCache, Progress, Reporter,
-    Weights,
-};
+use sd_backend::{Backend, Mapping};
+use sd_graph::{Cancel, Checkpoint, Estimate, LoadOptions, Reporter};
 
 use super::VaeConfig;
-use super::files::Source;
-use super::model::{Part, QwenImage21};
+use super::model::QwenImage21;
 use crate::error::{Error, Result};
 use crate::model_files::ModelFiles;
-use crate::qwen3_vl::{self, ImageProcessor, VisionTower};
+use crate::qwen3_vl::{self, ImageProcessor, Seen, Sight};
 use crate::rope::Size;
+use crate::sources::Source;
 use crate::wan_vae::{Clip, Tiling, WanVae};
 
 /// What reads reference pictures. Its weights come and go: most pictures are made without.
 #[derive(Debug)]
 pub(crate) struct Reader {
-    tower: Part<VisionTower>,
+    sight: Sight,
     processor: ImageProcessor,
-    plans: PlanCache<Size>,
     /// By itself, since the decoder may be on its device all the time.
     vae: WanVae,
-}
-
-/// What the vision tower makes of a picture: embeddings `[tokens, hidden]`, and features for the first layers of the
-/// language model.
-#[derive(Debug)]
-pub(crate) struct Seen {
-    pub embeddings: Vec<f32>,
-    pub deepstack: Vec<Vec<f32>>,
 }
 
 impl Reader {
@@ -58,15 +46,9 @@ impl Reader {
                 vision.token_side() == 2 * vae.config.scale_factor(),
             )],
         )?;
-        let mut tower = Part::open(text, "text_encoder", options, |root, _| {
-            VisionTower::new(root, vision)
-        })?;
-        // Of their files they are a part, and what is mapped counts as a whole.
-        tower.weights.live(Residence::Disk, Mapping::Never);
         Ok(Some(Reader {
-            tower,
+            sight: Sight::open(text, vision, options)?,
             processor: ImageProcessor::read(&files.processor(), vision)?,
-            plans: PlanCache::new(1),
             vae: WanVae::new(&vae.checkpoint, vae.config.clone(), options)?.mapping(Mapping::Never),
         }))
     }
@@ -76,28 +58,14 @@ impl Reader {
         &self.processor
     }
 
-    /// How many features of a picture are added behind layers of the language model.
-    pub(super) fn features(&self) -> usize {
-        self.tower.module.config().deepstack_visual_indexes.len()
+    /// The vision tower.
+    pub(crate) fn sight(&self) -> &Sight {
+        &self.sight
     }
 
-    /// The vision tower's weights.
-    pub(crate) fn tower_weights(&self) -> &Weights {
-        &self.tower.weights
-    }
-
-    /// What the vision tower's weights take of `device`.
-    pub(crate) fn tower_cost(&self, device: Device) -> Result<LoadCost> {
-        let (residence, mapping) = (Residence::Disk, Mapping::Never);
-        Ok(self.tower.weights.cost(device, residence, mapping)?)
-    }
-
-    /// What looking at a picture of `size` pixels takes beside them.
+    /// What looking at a picture of `size` pixels takes beside the tower's weights.
     pub(crate) fn tower_estimate(&self, backend: &Backend, size: Size) -> Result<Estimate> {
-        let grid = self.processor.grid(size);
-        Ok(Estimate::of(backend, |g| {
-            tower_graph(g, &self.tower.module, grid);
-        })?)
+        self.sight.estimate(backend, self.processor.grid(size))
     }
 
     /// Bytes of weights, and of what is computed, that encoding a picture of `size` pixels takes: at once if `room` suffices for
@@ -121,13 +89,12 @@ impl Reader {
 
     /// Says whether the vision tower's weights pass through its device while it looks.
     pub(crate) fn stream(&mut self, is_streamed: bool) {
-        self.tower.weights.stream(is_streamed);
+        self.sight.stream(is_streamed);
     }
 
     /// Gives up everything that it has in memory.
     pub(crate) fn release(&mut self) {
-        self.plans.clear();
-        self.tower.weights.release();
+        self.sight.release();
         self.vae.unload();
     }
 
@@ -142,24 +109,9 @@ impl Reader {
         cancel: &Cancel,
         progress: &mut dyn Reporter,
     ) -> Result<Seen> {
-        let weights = &mut self.tower.weights;
-        weights.load(backend, cancel, &mut |_: &Progress| {})?;
-        weights.bring(backend, cancel, &mut |_: &Progress| {})?;
-        let (module, grid) = (&self.tower.module, self.processor.grid(size));
-        let plan = self
-            .plans
-            .get_or_build_with(grid, backend, cancel, progress, |g| {
-                tower_graph(g, module, grid);
-            })?;
-        plan.set("patches", &self.processor.patches(planes, size))?;
-        plan.run_with(backend, cancel, progress)?;
-        let features = module.config().deepstack_visual_indexes.len();
-        Ok(Seen {
-            embeddings: plan.read("embeddings")?,
-            deepstack: (0..features)
-                .map(|index| Ok(plan.read(&deepstack(index))?))
-                .collect::<Result<_>>()?,
-        })
+        let patches = self.processor.patches(planes, size);
+        let grid = self.processor.grid(size);
+        self.sight.look(backend, (&patches, grid), cancel, progress)
     }
 
     /// Normalised latents `[pixels, channels]` of a picture's planes `[4, height, width]` with values from -1 to 1: the means
@@ -216,26 +168,13 @@ impl QwenImage21 {
 
 const MISSING: Error = Error::NoReferences("vision tower and VAE encoder to read references with");
 
-/// The output that is added behind layer `index`.
-pub(super) fn deepstack(index: usize) -> String {
-    format!("deepstack {index}")
-}
-
-fn tower_graph(g: Graph<'_>, module: &VisionTower, grid: Size) {
-    let shape = [grid.height * grid.width, module.config().patch_values()];
-    let seen = module.forward(g, grid, g.input::<f32>("patches", shape));
-    g.output("embeddings", seen.embeddings);
-    for (index, features) in seen.deepstack.into_iter().enumerate() {
-        g.output(&deepstack(index), features);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use sd_backend::fake::{FakeDevice, FakeOptions};
     use sd_backend::{BackendOptions, DType, Ledger, MemoryBudget, MemoryBudgets};
+    use sd_graph::Progress;
 
     use super::super::files::Sources;
     use super::*;

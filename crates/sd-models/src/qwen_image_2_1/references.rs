@@ -7,7 +7,7 @@ use super::SIZE_MULTIPLE;
 use super::layout::Segment;
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::qwen3_vl::ImageProcessor;
+use crate::qwen3_vl::{ImageProcessor, Seen};
 use crate::rope::{Part, Size};
 
 /// Most pictures that a prompt refers to.
@@ -31,10 +31,8 @@ pub(crate) struct Reference {
     pub size: Size,
     /// Normalised latents `[pixels, channels]`.
     pub latents: Vec<f32>,
-    /// What stands in its place in the prompt, `[tokens, hidden]`.
-    pub embeddings: Vec<f32>,
-    /// What is added behind the first layers of the language model, `[tokens, hidden]` each.
-    pub deepstack: Vec<Vec<f32>>,
+    /// What stands in its place in the prompt.
+    pub seen: Seen,
 }
 
 impl References {
@@ -71,10 +69,10 @@ impl References {
 
     /// Bytes of the host's memory that they take.
     pub fn bytes(&self) -> u64 {
-        let numbers = self.0.iter().map(|reference| {
-            let features: usize = reference.deepstack.iter().map(Vec::len).sum();
-            reference.latents.len() + reference.embeddings.len() + features
-        });
+        let numbers = self
+            .0
+            .iter()
+            .map(|reference| reference.latents.len() + reference.seen.numbers());
         numbers.sum::<usize>() as u64 * 4
     }
 
