@@ -43,6 +43,7 @@ SCRIPTS = {
     "minimax_h3_lora": ["minimax_h3_lora"],
     "noise": ["noise"],
     "conversions": ["conversions"],
+    "minimax_h3_pipeline": ["minimax_h3_pipeline"],
     "published": ["published"],
 }
 FIXTURES = common.REPOSITORY / "crates" / "sd-models" / "tests" / "fixtures"
