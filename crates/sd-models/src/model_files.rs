@@ -20,9 +20,11 @@ use sd_backend::Component;
 pub struct ModelFiles {
     pub(crate) model: Option<PathBuf>,
     pub(crate) transformer: Option<PathBuf>,
+    pub(crate) reference_transformer: Option<PathBuf>,
     pub(crate) text_encoder: Option<PathBuf>,
     pub(crate) vision: Option<PathBuf>,
     pub(crate) vae: Option<PathBuf>,
+    pub(crate) sound_vae: Option<PathBuf>,
     pub(crate) tokenizer: Option<PathBuf>,
     pub(crate) loras: Vec<(PathBuf, f32)>,
 }
@@ -37,6 +39,12 @@ impl ModelFiles {
     /// The transformer: a `.safetensors` or `.gguf` file, or a folder of either.
     pub fn transformer(mut self, path: impl Into<PathBuf>) -> Self {
         self.transformer = Some(path.into());
+        self
+    }
+
+    /// The transformer of MiniMax H3 that makes clips from references, which is another than that for prompts and keyframes.
+    pub fn reference_transformer(mut self, path: impl Into<PathBuf>) -> Self {
+        self.reference_transformer = Some(path.into());
         self
     }
 
@@ -55,6 +63,12 @@ impl ModelFiles {
     /// The VAE: a file with the names of diffusers or of its authors, or a folder of it.
     pub fn vae(mut self, path: impl Into<PathBuf>) -> Self {
         self.vae = Some(path.into());
+        self
+    }
+
+    /// The sound VAE of MiniMax H3: a file or a folder of it.
+    pub fn sound_vae(mut self, path: impl Into<PathBuf>) -> Self {
+        self.sound_vae = Some(path.into());
         self
     }
 

@@ -180,13 +180,14 @@ impl Seating {
             readers,
             passes: scene.passes,
         };
-        let without = Seating::with_runs(model, wishes, backends.ledger(), &runs, false, &held)?;
+        let weights = IN_ORDER.map(|component| model.weights(component));
+        let without = Seating::with_runs(weights, wishes, backends.ledger(), &runs, false, &held)?;
         let parts = runs.parts.iter();
         let stored = parts.map(|(_, estimate)| estimate.cache_bytes).sum();
         let Some(dtype) = prefix.filter(|_| stored > 0) else {
             return Ok(without);
         };
-        let with = Seating::with_runs(model, wishes, backends.ledger(), &runs, true, &held)?;
+        let with = Seating::with_runs(weights, wishes, backends.ledger(), &runs, true, &held)?;
         let fits = with.devices.iter().all(DeviceNeed::fits) && with.is_like(&without);
         let prefix = Some(PrefixNeed {
             dtype,
@@ -201,9 +202,10 @@ impl Seating {
         Ok(Seating { prefix, ..found })
     }
 
-    /// As [`Seating::find`] for estimates `runs`, with or without what is kept between steps.
-    fn with_runs(
-        model: &QwenImage21,
+    /// Finds places for parts with these `weights`, in the order of [`IN_ORDER`], that take what `runs` says, with or without
+    /// what is kept between steps.
+    pub(crate) fn with_runs(
+        weights: [&Weights; 3],
         wishes: &Wishes,
         ledger: &Ledger,
         runs: &Runs,
@@ -211,7 +213,7 @@ impl Seating {
         held: &impl Fn(Device) -> u64,
     ) -> Result<Seating> {
         let find = |mapping| {
-            Seating::with_mapping(model, wishes, ledger, (runs, is_cached), mapping, held)
+            Seating::with_mapping(weights, wishes, ledger, (runs, is_cached), mapping, held)
         };
         let found = find(wishes.mapping)?;
         if wishes.mapping != Mapping::Auto {
@@ -265,7 +267,7 @@ impl Seating {
     }
 
     /// Whether it fits now.
-    fn fits(&self) -> bool {
+    pub(crate) fn fits(&self) -> bool {
         self.devices.iter().all(DeviceNeed::fits)
     }
 
@@ -276,9 +278,9 @@ impl Seating {
         self
     }
 
-    /// As [`Seating::find`], for parts that run on these devices and compute in so much.
+    /// As [`Seating::with_runs`], with weights mapped or not.
     fn with_mapping(
-        model: &QwenImage21,
+        weights: [&Weights; 3],
         wishes: &Wishes,
         ledger: &Ledger,
         (runs, is_cached): (&Runs, bool),
@@ -287,14 +289,15 @@ impl Seating {
     ) -> Result<Seating> {
         let passes = runs.passes;
         let mut needs = Vec::with_capacity(IN_ORDER.len() + runs.readers.len());
-        for (component, &(device, estimate)) in IN_ORDER.into_iter().zip(&runs.parts) {
+        let parts = IN_ORDER.into_iter().zip(weights).zip(&runs.parts);
+        for ((component, weights), &(device, estimate)) in parts {
             // The processor's own memory is the host's.
             let wish = match (wishes.placement.of(component).residence, device.kind()) {
                 (Some(Residence::Host), DeviceKind::Cpu) => Some(Residence::Device),
                 (wish, _) => wish,
             };
             let residence = wish.unwrap_or(Residence::Device);
-            let cost = model.weights(component).cost(device, residence, mapping)?;
+            let cost = weights.cost(device, residence, mapping)?;
             let kept = if is_cached { estimate.cache_bytes } else { 0 };
             let compute = estimate.compute_bytes + estimate.constant_bytes + passes * kept;
             // Staging is the host's, and over before anything is computed.
@@ -308,13 +311,7 @@ impl Seating {
                 residence: wish,
                 weights: cost.resident(),
                 compute,
-                streamed: streamed(
-                    model.weights(component),
-                    component,
-                    device,
-                    &estimate,
-                    (passes, kept),
-                )?,
+                streamed: streamed(weights, component, device, &estimate, (passes, kept))?,
             });
         }
         needs.extend(&runs.readers);
@@ -399,13 +396,13 @@ impl Seating {
     }
 }
 
-/// What the parts of a picture take, found before anything is placed.
-struct Runs {
+/// What the parts of a picture or clip take, found before anything is placed.
+pub(crate) struct Runs {
     /// In the order of [`IN_ORDER`]: the device, and what it computes in.
-    parts: Vec<(Device, Estimate)>,
-    /// What reads reference pictures.
-    readers: Vec<Need>,
-    passes: u64,
+    pub(crate) parts: Vec<(Device, Estimate)>,
+    /// What is in memory only for a while: what reads reference pictures.
+    pub(crate) readers: Vec<Need>,
+    pub(crate) passes: u64,
 }
 
 /// What reading reference pictures of so many pixels needs: each by itself, the largest needs most. The vision tower runs
@@ -431,25 +428,7 @@ fn readers(
     };
     let reader = model.reader()?;
     let estimate = reader.tower_estimate(backends.on(looks)?, size)?;
-    let cost = reader.sight().cost(looks)?;
-    let compute = estimate.compute_bytes + estimate.constant_bytes;
-    let tower = Need {
-        component: Component::TextEncoder,
-        device: looks,
-        residence: Some(Residence::Disk),
-        weights: cost.resident(),
-        compute: match looks.kind() {
-            DeviceKind::Cpu => compute.max(cost.staging),
-            _ => compute,
-        },
-        streamed: streamed(
-            reader.sight().weights(),
-            Component::TextEncoder,
-            looks,
-            &estimate,
-            (1, 0),
-        )?,
-    };
+    let tower = tower_need(looks, reader.sight().weights(), &estimate)?;
     let left = backends.ledger().report(encodes).available;
     let room = left.map(|left| left.saturating_add(held(encodes)));
     let (weights, compute) = reader.encoder_bytes(backends.on(encodes)?, size, room)?;
@@ -462,6 +441,23 @@ fn readers(
         streamed: None,
     };
     Ok(vec![tower, encoder])
+}
+
+/// What a vision tower with these `weights` needs on `device`, where it is only while it looks.
+pub(crate) fn tower_need(device: Device, weights: &Weights, estimate: &Estimate) -> Result<Need> {
+    let cost = weights.cost(device, Residence::Disk, Mapping::Never)?;
+    let compute = estimate.compute_bytes + estimate.constant_bytes;
+    Ok(Need {
+        component: Component::TextEncoder,
+        device,
+        residence: Some(Residence::Disk),
+        weights: cost.resident(),
+        compute: match device.kind() {
+            DeviceKind::Cpu => compute.max(cost.staging),
+            _ => compute,
+        },
+        streamed: streamed(weights, Component::TextEncoder, device, estimate, (1, 0))?,
+    })
 }
 
 /// What `component` needs if its weights come and go while it runs, for `passes` at once that keep so many bytes each.

@@ -51,8 +51,26 @@ pub(crate) struct Described {
 
 impl Described {
     /// Finds the part `known`: at the path that was given for it, or in the `folder` of the model's, or in its file.
+    ///
+    /// # Errors
+    /// [`Error::MissingPart`] with the `hint` how to give it, and everything that can be wrong with files.
     pub(crate) fn find(
         files: &ModelFiles,
+        known: &'static Known,
+        folder: &str,
+        hint: &'static str,
+        opened: &mut Opened,
+    ) -> Result<Described> {
+        let given = files.of(known.component);
+        Described::find_at((files, given), known, folder, hint, opened)
+    }
+
+    /// As [`Described::find`], for a part for which the path `given` was given, if one was.
+    ///
+    /// # Errors
+    /// As for [`Described::find`].
+    pub(crate) fn find_at(
+        (files, given): (&ModelFiles, Option<&Path>),
         known: &'static Known,
         folder: &str,
         hint: &'static str,
@@ -63,14 +81,14 @@ impl Described {
             part: known.component.name(),
             hint,
         };
-        let path = match (files.of(known.component), &files.model) {
+        let path = match (given, &files.model) {
             (Some(path), _) => path.to_owned(),
             (None, Some(model)) if model.is_dir() => model.join(folder),
             (None, Some(model)) => model.clone(),
             (None, None) => return Err(missing()),
         };
-        let is_of_all = files.of(known.component).is_none() && path.is_file();
-        let is_of_folder = files.of(known.component).is_none() && !is_of_all;
+        let is_of_all = given.is_none() && path.is_file();
+        let is_of_folder = given.is_none() && !is_of_all;
         let beside = path.join("config.json");
         // A model folder says what its parts are like; a folder that was given for one part may.
         let is_told = is_of_folder || beside.is_file();

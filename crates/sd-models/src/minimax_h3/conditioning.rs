@@ -1,7 +1,7 @@
 //! Reading a prompt and what it speaks of: the text encoder, and the vision tower that sees pictures for it.
 
-use sd_backend::{Backend, Device};
-use sd_graph::{Cancel, Estimate, LoadCost, LoadOptions, PlanCache, Reporter, Weights};
+use sd_backend::Backend;
+use sd_graph::{Cancel, Estimate, LoadOptions, PlanCache, Reporter, Weights};
 use tokenizers::Tokenizer;
 
 use super::prompt::{Mention, Presentation, Tag, Tokens, seen_of_clip};
@@ -242,13 +242,12 @@ impl Conditioner {
         largest.map(estimate).transpose()
     }
 
-    /// The vision tower's weights, and what they take of `device`.
+    /// The vision tower's weights.
     ///
     /// # Errors
-    /// [`Error::NoReferences`], or the engine's.
-    pub(crate) fn sight_cost(&self, device: Device) -> Result<(&Weights, LoadCost)> {
-        let sight = &self.eyes()?.sight;
-        Ok((sight.weights(), sight.cost(device)?))
+    /// [`Error::NoReferences`].
+    pub(crate) fn sight_weights(&self) -> Result<&Weights> {
+        Ok(self.eyes()?.sight.weights())
     }
 
     /// Says whether the vision tower's weights pass through its device while it looks.

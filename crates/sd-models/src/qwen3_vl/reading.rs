@@ -1,8 +1,8 @@
 //! Looking at pictures, and reading texts that they are in.
 
-use sd_backend::{Backend, Device, Mapping, Residence};
+use sd_backend::{Backend, Mapping, Residence};
 use sd_graph::{
-    Cancel, Estimate, Graph, LoadCost, LoadOptions, Plan, PlanCache, Progress, Reporter, Weights,
+    Cancel, Estimate, Graph, LoadOptions, Plan, PlanCache, Progress, Reporter, Weights,
 };
 
 use super::{Config, Pictures, TextModel, VisionConfig, VisionTower};
@@ -63,12 +63,6 @@ impl Sight {
     /// The tower's weights.
     pub(crate) fn weights(&self) -> &Weights {
         &self.tower.weights
-    }
-
-    /// What the tower's weights take of `device`.
-    pub(crate) fn cost(&self, device: Device) -> Result<LoadCost> {
-        let (residence, mapping) = (Residence::Disk, Mapping::Never);
-        Ok(self.tower.weights.cost(device, residence, mapping)?)
     }
 
     /// What looking at a picture of `grid` patches takes beside them.
