@@ -27,6 +27,7 @@ SCRIPTS = {
     "qwenimage21_vae": ["qwenimage21_vae", "qwenimage21_vae_variant"],
     "minimax_h3_vae": ["minimax_h3_vae", "minimax_h3_vae_long"],
     "wan_vae": ["wan21_vae", "wan22_vae", "qwenimage_vae"],
+    "minimax_h3_sound_vae": ["minimax_h3_sound_vae"],
     "qwen3vl_text_encoder": ["qwen3vl_text_encoder"],
     "qwen3vl_vision": ["qwen3vl_vision"],
     "qwenimage21_tokens": ["qwenimage21_pipeline"],

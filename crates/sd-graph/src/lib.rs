@@ -75,7 +75,7 @@ pub use load::{LoadReport, load, unload};
 pub use load_plan::{LoadCost, LoadPlan};
 pub use low_rank::{Adapter, Adapters, LowRank};
 pub use op::Pairing;
-pub use ops::FrameConv;
+pub use ops::{Conv1d, FrameConv};
 pub use param::Param;
 pub use plan::{Estimate, Plan, Segmentation};
 pub use relief::{Failure, Relief, with_relief};

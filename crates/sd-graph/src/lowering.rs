@@ -72,6 +72,9 @@ impl Lowering<'_> {
                         Unary::GeluErf => sys::ggml_gelu_erf,
                         Unary::Tanh => sys::ggml_tanh,
                         Unary::Sigmoid => sys::ggml_sigmoid,
+                        Unary::Sin => sys::ggml_sin,
+                        Unary::Square => sys::ggml_sqr,
+                        Unary::Exp => sys::ggml_exp,
                     };
                     build(ctx, self.whole(x)?.as_ptr())
                 }
@@ -140,12 +143,14 @@ impl Lowering<'_> {
                     &Op::Conv2d {
                         stride,
                         padding,
+                        dilation,
                         by,
                     },
                     &[x, kernel],
                 ) => {
-                    let (stride, padding) = (stride as i32, padding.map(|side| side as i32));
-                    self.conv2d(self.whole(kernel)?, self.whole(x)?, stride, padding, by)?
+                    let steps = [stride as i32, dilation as i32];
+                    let padding = padding.map(|side| side as i32);
+                    self.conv2d(self.whole(kernel)?, self.whole(x)?, steps, padding, by)?
                 }
                 (Op::UpscaleNearest, &[x]) => sys::ggml_interpolate(
                     ctx,
@@ -355,7 +360,7 @@ impl Lowering<'_> {
         &self,
         kernel: RawTensor,
         x: RawTensor,
-        stride: i32,
+        [stride, dilation]: [i32; 2],
         [rows, columns]: [i32; 2],
         by: Option<Convolution>,
     ) -> Result<*mut sys::ggml_tensor, ArenaFull> {
@@ -370,8 +375,8 @@ impl Lowering<'_> {
                 stride,
                 columns,
                 rows,
-                1,
-                1,
+                dilation,
+                dilation,
             );
             let dtype = match kernel.as_ref().type_ {
                 sys::GGML_TYPE_F16 => DType::F16,
@@ -401,8 +406,8 @@ impl Lowering<'_> {
                 stride,
                 columns,
                 rows,
-                1,
-                1,
+                dilation,
+                dilation,
                 true,
                 kernel.as_ref().type_,
             ))?;

@@ -45,6 +45,8 @@ pub(crate) enum Op {
     Conv2d {
         stride: usize,
         padding: [usize; 2],
+        /// From one element of the kernel to the next.
+        dilation: usize,
         /// The way that it is computed, if it is not to be chosen.
         by: Option<Convolution>,
     },
@@ -110,6 +112,9 @@ pub(crate) enum Unary {
     GeluErf,
     Tanh,
     Sigmoid,
+    Sin,
+    Square,
+    Exp,
 }
 
 /// Normalisations of rows.

@@ -260,8 +260,15 @@ pub fn rows(table: Shape, index: Shape) -> Rule {
     Shape::new(&[index.elements(), table.inner()])
 }
 
-/// `x [n, in, h, w]`, `kernel [out, in, kh, kw] -> [n, out, h', w']` with `padding` rows and columns of zeros around.
-pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: [usize; 2]) -> Rule {
+/// `x [n, in, h, w]`, `kernel [out, in, kh, kw] -> [n, out, h', w']` with `padding` rows and columns of zeros around, and
+/// `dilation` from one element of the kernel to the next.
+pub fn conv2d(
+    x: Shape,
+    kernel: Shape,
+    stride: usize,
+    padding: [usize; 2],
+    dilation: usize,
+) -> Rule {
     if x.rank() != 4 || kernel.rank() != 4 {
         return Err("a convolution takes [n, in, h, w] and a kernel [out, in, kh, kw]".into());
     }
@@ -272,11 +279,12 @@ pub fn conv2d(x: Shape, kernel: Shape, stride: usize, padding: [usize; 2]) -> Ru
         )
         .into());
     }
-    if stride == 0 {
-        return Err("a stride of zero".into());
+    if stride == 0 || dilation == 0 {
+        return Err("a stride or dilation of zero".into());
     }
     let size = |input: usize, kernel: usize, padding: usize| -> Result<usize, Reason> {
         let padded = input.saturating_add(padding.saturating_mul(2));
+        let kernel = (kernel - 1).saturating_mul(dilation).saturating_add(1);
         padded
             .checked_sub(kernel)
             .map(|room| room / stride + 1)
@@ -477,11 +485,11 @@ mod tests {
     fn pictures_keep_count_of_borders() {
         let x = shape(&[1, 3, 5, 7]);
         assert_eq!(
-            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [1, 1])),
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [1, 1], 1)),
             Some(vec![1, 8, 5, 7])
         );
         assert_eq!(
-            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [0, 1])),
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [0, 1], 1)),
             Some(vec![1, 8, 3, 7])
         );
         assert_eq!(dims(pad_circular(x, 1, 2)), Some(vec![1, 3, 7, 11]));
@@ -489,12 +497,13 @@ mod tests {
         assert_eq!(dims(pad_circular(x, 6, 0)), None);
         assert_eq!(dims(pad_circular(shape(&[3]), 0, 1)), None);
         assert_eq!(
-            dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, [0, 0])),
+            dims(conv2d(x, shape(&[8, 3, 3, 3]), 2, [0, 0], 1)),
             Some(vec![1, 8, 2, 3])
         );
-        assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, [1, 1])), None);
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, [1, 1])), None);
-        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, [1, 1])), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 4, 3, 3]), 1, [1, 1], 1)), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 3, 9, 9]), 1, [1, 1], 1)), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 0, [1, 1], 1)), None);
+        assert_eq!(dims(conv2d(x, shape(&[8, 3, 3, 3]), 1, [1, 1], 0)), None);
         assert_eq!(dims(upscale(x, [2, 2])), Some(vec![1, 3, 10, 14]));
         assert_eq!(dims(upscale(x, [1, 3])), Some(vec![1, 3, 5, 21]));
         assert_eq!(dims(upscale(x, [1, 0])), None);

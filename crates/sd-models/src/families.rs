@@ -25,12 +25,13 @@ pub(crate) struct Known {
 }
 
 /// All of them.
-static KNOWN: [&Known; 5] = [
+static KNOWN: [&Known; 6] = [
     &qwen_image_2_1::TRANSFORMER,
     &minimax_h3::TRANSFORMER,
     &qwen3_vl::TEXT_ENCODER,
     &wan_vae::VAE,
     &minimax_h3::video_vae::VIDEO_VAE,
+    &minimax_h3::sound_vae::VAE,
 ];
 
 /// A part of a model that was found in a file.

@@ -105,6 +105,24 @@ impl<'g> Tensor<'g> {
         self.unary("sigmoid", Unary::Sigmoid)
     }
 
+    /// Sine of radians.
+    #[track_caller]
+    pub fn sin(self) -> Tensor<'g> {
+        self.unary("sin", Unary::Sin)
+    }
+
+    /// `e` to the power of `x`.
+    #[track_caller]
+    pub fn exp(self) -> Tensor<'g> {
+        self.unary("exp", Unary::Exp)
+    }
+
+    /// `x * x`.
+    #[track_caller]
+    pub fn square(self) -> Tensor<'g> {
+        self.unary("square", Unary::Square)
+    }
+
     /// LayerNorm without weights over the innermost dimension: `(x - mean) / sqrt(variance + eps)`.
     #[track_caller]
     pub fn layer_norm(self, eps: f32) -> Tensor<'g> {

@@ -8,9 +8,11 @@ mod layout;
 mod linear;
 mod picture;
 mod rotary;
+mod signal;
 
 pub use frames::FrameConv;
 use sd_backend::DType;
+pub use signal::Conv1d;
 
 use crate::graph::Tensor;
 use crate::shape::Reason;

@@ -25,7 +25,7 @@ impl<'g> Tensor<'g> {
         stride: usize,
         padding: [usize; 2],
     ) -> Tensor<'g> {
-        self.record_conv2d(kernel, stride, padding, None)
+        self.record_conv2d(kernel, stride, padding, 1, None)
     }
 
     /// As [`Tensor::conv2d_padded`], computed in this way, to measure it. A device without an operation of its own takes
@@ -38,15 +38,16 @@ impl<'g> Tensor<'g> {
         padding: [usize; 2],
         by: Convolution,
     ) -> Tensor<'g> {
-        self.record_conv2d(kernel, stride, padding, Some(by))
+        self.record_conv2d(kernel, stride, padding, 1, Some(by))
     }
 
     #[track_caller]
-    fn record_conv2d(
+    pub(super) fn record_conv2d(
         self,
         kernel: Tensor<'g>,
         stride: usize,
         padding: [usize; 2],
+        dilation: usize,
         by: Option<Convolution>,
     ) -> Tensor<'g> {
         let rule = expect(self, "the picture", DType::F32).and_then(|()| {
@@ -54,14 +55,15 @@ impl<'g> Tensor<'g> {
                 return Err(format!("a kernel cannot be {}", kernel.dtype()).into());
             }
             let small = |value: usize| i32::try_from(value).is_ok();
-            if !small(stride) || !padding.into_iter().all(small) {
-                return Err("stride or padding is beyond all pictures".into());
+            if !small(stride) || !small(dilation) || !padding.into_iter().all(small) {
+                return Err("stride, padding or dilation is beyond all pictures".into());
             }
-            shape::conv2d(self.shape(), kernel.shape(), stride, padding)
+            shape::conv2d(self.shape(), kernel.shape(), stride, padding, dilation)
         });
         let op = Op::Conv2d {
             stride,
             padding,
+            dilation,
             by,
         };
         self.graph().record(
@@ -134,7 +136,7 @@ impl<'g> Tensor<'g> {
     }
 
     #[track_caller]
-    fn refuse(self, operation: &'static str, reason: &str) -> Tensor<'g> {
+    pub(super) fn refuse(self, operation: &'static str, reason: &str) -> Tensor<'g> {
         let rule = Err(reason.to_owned().into());
         self.graph().record(
             operation,

@@ -2,7 +2,7 @@
 
 use half::f16;
 use sd_backend::{Backend, BackendOptions, DType, DeviceKind};
-use sd_graph::{Cancel, Convolution, Graph, Pairing, Plan, Tensor};
+use sd_graph::{Cancel, Conv1d, Convolution, Graph, Pairing, Plan, Tensor};
 
 use crate::reference::{self, Array};
 
@@ -174,6 +174,9 @@ fn activations() {
         &a.map(|x| 1.0 / (1.0 + (-x).exp())),
         |_, t| t[0].sigmoid(),
     );
+    check("sin", &[&a], &a.map(f64::sin), |_, t| t[0].sin());
+    check("exp", &[&a], &a.map(f64::exp), |_, t| t[0].exp());
+    check("square", &[&a], &a.map(|x| x * x), |_, t| t[0].square());
 }
 
 #[test]
@@ -535,6 +538,44 @@ fn pictures() {
         }
     });
     check("pad_end", &[&x], &padded, |_, t| t[0].pad_end(1, 2));
+}
+
+#[test]
+fn signals() {
+    for (channels, time, size, stride, padding, dilation) in [
+        (3, 9, 3, 1, 1, 1),
+        (3, 40, 7, 1, 9, 3),
+        (2, 50, 11, 1, 25, 5),
+        (4, 12, 4, 2, 1, 1),
+        (1, 20, 10, 5, 3, 1),
+        (3, 1, 1, 1, 0, 1),
+        (2, 30, 3, 2, 4, 4),
+    ] {
+        let x = random(&[2, channels, time], 35);
+        let kernel = random(&[5, channels, size], 36);
+        let last = time + 2 * padding - dilation * (size - 1) - 1;
+        let expected = Array::from_fn(&[2, 5, last / stride + 1], |at| {
+            let mut sum = 0.0;
+            for channel in 0..channels {
+                for tap in 0..size {
+                    let moment = (at[2] * stride + tap * dilation).checked_sub(padding);
+                    let moment = moment.filter(|&moment| moment < time);
+                    sum += moment.map_or(0.0, |moment| {
+                        x.at(&[at[0], channel, moment]) * kernel.at(&[at[1], channel, tap])
+                    });
+                }
+            }
+            sum
+        });
+        let conv = Conv1d {
+            stride,
+            padding,
+            dilation,
+        };
+        check("conv1d", &[&x, &kernel], &expected, |_, t| {
+            t[0].conv1d(t[1], conv)
+        });
+    }
 }
 
 #[test]

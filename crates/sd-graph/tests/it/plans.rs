@@ -2,7 +2,7 @@
 
 use half::f16;
 use sd_backend::{Backend, BackendOptions, Device};
-use sd_graph::{Cancel, Error, Estimate, Graph, Pairing, Plan, Tensor};
+use sd_graph::{Cancel, Conv1d, Error, Estimate, Graph, Pairing, Plan, Tensor};
 
 fn processor() -> Backend {
     Backend::new(
@@ -79,6 +79,25 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
             x.rows(g.constant(&[-1_i32], [1]))
         }),
         ("[n, in, h, w]", |_, x, y| x.conv2d(y, 1, 1)),
+        ("signals takes [n, in, t]", |_, x, y| {
+            x.conv1d(y, Conv1d::default())
+        }),
+        ("stride or dilation of zero", |_, x, y| {
+            let dilation = 0;
+            let conv = Conv1d {
+                dilation,
+                ..Conv1d::default()
+            };
+            x.reshape([1, 2, 3]).conv1d(y.reshape([2, 2, 1]), conv)
+        }),
+        ("a kernel of 5 does not fit 3", |_, x, y| {
+            let dilation = 4;
+            let conv = Conv1d {
+                dilation,
+                ..Conv1d::default()
+            };
+            x.reshape([1, 2, 3]).conv1d(y.reshape([1, 2, 2]), conv)
+        }),
         ("mask must be f16", |_, x, _| {
             let q = x.reshape([1, 2, 3]);
             q.attention(q, q, Some(x), 1.0)

@@ -17,6 +17,7 @@ mod refiner;
 mod schedule;
 mod time;
 mod transformer;
+pub mod sound_vae;
 pub mod video_vae;
 
 pub use config::TransformerConfig;

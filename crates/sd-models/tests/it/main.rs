@@ -31,6 +31,7 @@ mod rope_properties;
 mod sampler;
 mod schedule;
 mod seamless;
+mod sound_vae;
 mod step_cache;
 mod text_encoder;
 mod tiny;

@@ -1,0 +1,47 @@
+//! Operations on signals `[n, channels, time]`.
+
+use crate::graph::Tensor;
+
+/// How a kernel lies over a signal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Conv1d {
+    /// Moments from one of the result to the next.
+    pub stride: usize,
+    /// Zeros before and behind the signal.
+    pub padding: usize,
+    /// Moments from one element of the kernel to the next.
+    pub dilation: usize,
+}
+
+impl Default for Conv1d {
+    /// Every moment, no zeros, a kernel without gaps.
+    fn default() -> Conv1d {
+        Conv1d {
+            stride: 1,
+            padding: 0,
+            dilation: 1,
+        }
+    }
+}
+
+impl<'g> Tensor<'g> {
+    /// Convolution of a signal `[n, in, t]` with a kernel `[out, in, k]` in F32 or F16: `[n, out, t']`. It is one of pictures
+    /// that are a single row high.
+    #[track_caller]
+    pub fn conv1d(self, kernel: Tensor<'g>, conv: Conv1d) -> Tensor<'g> {
+        let (&[n, input, time], &[output, depth, size]) =
+            (self.shape().dims(), kernel.shape().dims())
+        else {
+            let reason = "a convolution of signals takes [n, in, t] and a kernel [out, in, k]";
+            return self.refuse("conv1d", reason);
+        };
+        let row = self.reshape([n, input, 1, time]).record_conv2d(
+            kernel.reshape([output, depth, 1, size]),
+            conv.stride,
+            [0, conv.padding],
+            conv.dilation,
+            None,
+        );
+        row.reshape([n, output, row.dim(3)])
+    }
+}

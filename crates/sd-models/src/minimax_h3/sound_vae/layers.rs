@@ -1,0 +1,202 @@
+//! Layers over signals `[n, channels, time]`.
+
+use sd_graph::{Conv1d, Graph, Param, Role, Scope, Tensor};
+
+/// Added to what is divided by, in activations.
+const EPS: f32 = 1e-9;
+
+/// The kernel of a convolution, as it is or as a direction and a length (`weight_v`, `weight_g`) for each element of its outermost
+/// dimension.
+#[derive(Debug)]
+enum Kernel {
+    Folded(Param),
+    Apart { length: Param, direction: Param },
+}
+
+impl Kernel {
+    fn new(scope: &Scope<'_>, shape: [usize; 3]) -> Kernel {
+        if scope.has("weight_v") {
+            Kernel::Apart {
+                length: scope.param("weight_g", [shape[0], 1, 1], Role::Vector),
+                direction: scope.param("weight_v", shape, Role::Kernel),
+            }
+        } else {
+            Kernel::Folded(scope.param("weight", shape, Role::Kernel))
+        }
+    }
+
+    fn tensor<'g>(&self, g: Graph<'g>) -> Tensor<'g> {
+        match self {
+            Kernel::Folded(weight) => g.param(weight),
+            Kernel::Apart { length, direction } => {
+                let direction = g.param(direction);
+                let [outer, inner, size] = [0, 1, 2].map(|axis| direction.dim(axis));
+                let unit = direction.reshape([outer, inner * size]).l2_norm(1e-12);
+                (unit * g.param(length).reshape([outer, 1])).reshape([outer, inner, size])
+            }
+        }
+    }
+}
+
+/// A convolution.
+#[derive(Debug)]
+pub(super) struct Conv {
+    kernel: Kernel,
+    bias: Option<Param>,
+    output: usize,
+    conv: Conv1d,
+}
+
+impl Conv {
+    /// Declares the kernel `[output, input, size]` and `bias [output]` at `scope`. As many zeros around as keep the length.
+    pub(super) fn new(scope: &Scope<'_>, input: usize, output: usize, size: usize) -> Conv {
+        Conv::dilated(scope, [input, output, size], 1)
+    }
+
+    /// One whose kernel has gaps.
+    pub(super) fn dilated(
+        scope: &Scope<'_>,
+        [input, output, size]: [usize; 3],
+        dilation: usize,
+    ) -> Conv {
+        Conv {
+            kernel: Kernel::new(scope, [output, input, size]),
+            bias: Some(scope.param("bias", [output], Role::Vector)),
+            output,
+            conv: Conv1d {
+                padding: size / 2 * dilation,
+                dilation,
+                ..Conv1d::default()
+            },
+        }
+    }
+
+    /// One that shortens time by `rate`, with a kernel of twice that.
+    pub(super) fn shortening(scope: &Scope<'_>, input: usize, output: usize, rate: usize) -> Conv {
+        let mut conv = Conv::new(scope, input, output, 2 * rate);
+        conv.conv.stride = rate;
+        conv.conv.padding = rate.div_ceil(2);
+        conv
+    }
+
+    /// One without a bias.
+    pub(super) fn without_bias(
+        scope: &Scope<'_>,
+        input: usize,
+        output: usize,
+        size: usize,
+    ) -> Conv {
+        Conv {
+            kernel: Kernel::new(scope, [output, input, size]),
+            bias: None,
+            output,
+            conv: Conv1d {
+                padding: size / 2,
+                ..Conv1d::default()
+            },
+        }
+    }
+
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        let y = x.conv1d(self.kernel.tensor(g), self.conv);
+        match &self.bias {
+            Some(bias) => y + g.param(bias).reshape([self.output, 1]),
+            None => y,
+        }
+    }
+}
+
+/// A transposed convolution, which lengthens time by `rate`.
+#[derive(Debug)]
+pub(super) struct Lengthening {
+    kernel: Kernel,
+    bias: Param,
+    rate: usize,
+}
+
+impl Lengthening {
+    /// Declares the kernel `[input, output, size]` and `bias [output]` at `scope`; `size` is from one to two times `rate`.
+    pub(super) fn new(
+        scope: &Scope<'_>,
+        [input, output, size]: [usize; 3],
+        rate: usize,
+    ) -> Lengthening {
+        Lengthening {
+            kernel: Kernel::new(scope, [input, output, size]),
+            bias: scope.param("bias", [output], Role::Vector),
+            rate,
+        }
+    }
+
+    /// `[n, input, t]` to `[n, output, rate * t]`. Each moment becomes `size` moments, by one product; of these the first `rate` are its
+    /// own, and the others are added to those of the next.
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        let kernel = self.kernel.tensor(g);
+        let (rate, size) = (self.rate, kernel.dim(2));
+        let padded = kernel.pad_end(0, 2 * rate - size);
+        let [n, input, time] = [0, 1, 2].map(|axis| x.dim(axis));
+        let output = kernel.dim(1);
+        let spread = x
+            .transpose(1, 2)
+            .reshape([n * time, input])
+            .matmul_transposed(padded.reshape([input, output * 2 * rate]).transpose(0, 1))
+            .reshape([n, time, output, 2 * rate]);
+        let (own, next) = (spread.slice(3, 0, rate), spread.slice(3, rate, rate));
+        let ends = (own.slice(1, 0, 1), next.slice(1, time - 1, 1));
+        let joined = match time {
+            1 => ends.0.concat(ends.1, 1),
+            _ => {
+                let middle = own.slice(1, 1, time - 1) + next.slice(1, 0, time - 1);
+                ends.0.concat(middle, 1).concat(ends.1, 1)
+            }
+        };
+        let all = joined
+            .permute([0, 2, 1, 3])
+            .reshape([n, output, (time + 1) * rate]);
+        all.slice(2, (size - rate) / 2, time * rate) + g.param(&self.bias).reshape([output, 1])
+    }
+}
+
+/// `x + sin(alpha x)^2 / alpha`, with `alpha` for each channel.
+#[derive(Debug)]
+pub(super) struct Snake {
+    alpha: Param,
+}
+
+impl Snake {
+    pub(super) fn new(scope: &Scope<'_>, channels: usize) -> Snake {
+        Snake {
+            alpha: scope.param_as("alpha", [1, channels, 1], [channels, 1], Role::Vector),
+        }
+    }
+
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let alpha = x.graph().param(&self.alpha);
+        x + (x * alpha).sin().square() / (alpha + EPS)
+    }
+}
+
+/// `x + sin(exp(alpha) x)^2 / exp(beta)`, with `alpha` and `beta` for each channel.
+#[derive(Debug)]
+pub(super) struct SnakeBeta {
+    alpha: Param,
+    beta: Param,
+}
+
+impl SnakeBeta {
+    pub(super) fn new(scope: &Scope<'_>, channels: usize) -> SnakeBeta {
+        let param = |name| scope.param_as(name, [channels], [channels, 1], Role::Vector);
+        SnakeBeta {
+            alpha: param("alpha"),
+            beta: param("beta"),
+        }
+    }
+
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        let g = x.graph();
+        let (alpha, beta) = (g.param(&self.alpha).exp(), g.param(&self.beta).exp());
+        x + (x * alpha).sin().square() / (beta + EPS)
+    }
+}
