@@ -227,7 +227,7 @@ impl SoundVae {
         let pieces = Pieces::new(latents.count, kept, self.config.decoder_reach());
         let length = pieces.length;
         let mut plan = Plan::build(backend, |g| self.decoding(g, length))?;
-        let mut channels = vec![Vec::with_capacity(latents.count * hop); CHANNELS];
+        let mut channels = vec![Vec::new(); CHANNELS];
         for Piece { start, kept } in pieces.iter() {
             // Number by number for the convolutions, latent by latent as they come.
             let each = (0..CHANNELS).flat_map(|channel| {
@@ -315,7 +315,7 @@ impl SoundVae {
         let pieces = Pieces::new(count, kept, self.config.encoder_reach());
         let length = pieces.length;
         let mut plan = Plan::build(backend, |g| self.encoding(g, length))?;
-        let mut channels = vec![Vec::with_capacity(count * width); CHANNELS];
+        let mut channels = vec![Vec::new(); CHANNELS];
         for Piece { start, kept } in pieces.iter() {
             let mut values = Vec::with_capacity(CHANNELS * length * hop);
             for (index, channel) in sound.channels().iter().enumerate() {
