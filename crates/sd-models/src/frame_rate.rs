@@ -29,6 +29,11 @@ impl FrameRate {
         })
     }
 
+    /// Pictures, and in how many seconds.
+    pub fn parts(self) -> (u32, u32) {
+        (self.numerator, self.denominator)
+    }
+
     /// Pictures in a second.
     pub fn per_second(self) -> f64 {
         f64::from(self.numerator) / f64::from(self.denominator)

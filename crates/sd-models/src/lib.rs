@@ -1,6 +1,7 @@
 //! Diffusion models on ggml: what each computes, in the words of its paper, and how a picture is made.
 
 mod animation;
+mod avi;
 mod builder;
 mod canvas;
 mod config;
@@ -39,6 +40,7 @@ mod video;
 pub mod wan_vae;
 
 pub use animation::{AnimationReader, AnimationWriter};
+pub use avi::AviWriter;
 pub use builder::PipelineBuilder;
 pub use convert::conversion;
 pub use error::{Error, Result};
