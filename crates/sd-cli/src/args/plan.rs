@@ -1,0 +1,59 @@
+//! Arguments of `sd plan`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Model, Parts, Resources, Weights};
+
+/// Arguments of `sd plan`.
+#[derive(Debug, Args)]
+pub(crate) struct Plan {
+    /// Model folder in the diffusers layout, or a file with some or all parts.
+    #[arg(value_name = "MODEL", required_unless_present = "transformer")]
+    pub(crate) model: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) parts: Parts,
+
+    /// Width in pixels [default: the model's].
+    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) width: Option<usize>,
+
+    /// Height in pixels [default: the model's].
+    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) height: Option<usize>,
+
+    /// Tokens of the prompt.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) tokens: usize,
+
+    /// Size of a picture that the prompt is about; may be given up to four times.
+    #[arg(long, value_name = "WxH", value_parser = dimensions)]
+    pub(crate) reference: Vec<(u32, u32)>,
+
+    /// Scale reference pictures to the area of a square of so many pixels by side [default: that of the model's own pictures].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) ref_size: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) resources: Resources,
+
+    #[command(flatten)]
+    pub(crate) weights: Weights,
+
+    #[command(flatten)]
+    pub(crate) options: Model,
+
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn dimensions(text: &str) -> Result<(u32, u32), String> {
+    let (width, height) = text.split_once(['x', 'X']).unwrap_or_default();
+    match (width.trim().parse(), height.trim().parse()) {
+        (Ok(width), Ok(height)) => Ok((width, height)),
+        _ => Err("width and height in pixels are expected, such as 1200x800".to_owned()),
+    }
+}
