@@ -7,6 +7,7 @@ import json
 import torch
 from diffusers import (
     AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
@@ -59,6 +60,10 @@ WAN_22 = dict(
 )
 
 
+# Statistics of the sound VAE, which are not needed here.
+SOUND = dict(latents_mean=[0.0] * 32, latents_std=[1.0] * 32)
+
+
 def write(out, name, model, config):
     config = {"_class_name": type(model).__name__} | config
     tensors = {k: list(v.shape) for k, v in model.state_dict().items()}
@@ -79,6 +84,7 @@ def main(out):
             "wan21_vae": AutoencoderKLWan(),
             "wan22_vae": AutoencoderKLWan(**WAN_22),
             "minimax_h3_vae": AutoencoderKLMiniMaxH3(),
+            "minimax_h3_sound_vae": AutoencoderKLMiniMaxH3Audio(**SOUND),
             "minimax_h3_transformer": MiniMaxH3Transformer3DModel(),
         }
         text = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_8B))
@@ -94,6 +100,7 @@ def main(out):
         "wan21_vae": (194, 126_892_531),
         "wan22_vae": (196, 704_688_668),
         "minimax_h3_vae": (703, 2_603_868_984),
+        "minimax_h3_sound_vae": (1087, 151_326_585),
         "minimax_h3_transformer": (638, 33_122_992_896),
         "qwen3vl_8b": (750, 8_767_123_696),
     }, counts

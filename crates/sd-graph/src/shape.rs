@@ -280,7 +280,8 @@ pub fn conv2d(
         .into());
     }
     if stride == 0 || dilation == 0 {
-        return Err("a stride or dilation of zero".into());
+        let which = if stride == 0 { "stride" } else { "dilation" };
+        return Err(format!("a {which} of zero").into());
     }
     let size = |input: usize, kernel: usize, padding: usize| -> Result<usize, Reason> {
         let padded = input.saturating_add(padding.saturating_mul(2));

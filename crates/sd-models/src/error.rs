@@ -247,6 +247,12 @@ pub enum Error {
         /// How many are possible.
         most: usize,
     },
+    /// A shift of noise levels that is no number above 0.
+    #[error("a shift of {0} is not possible: it is a number above 0")]
+    Shift(f32),
+    /// A checkpoint without the transformer that a request needs.
+    #[error("this checkpoint has no transformer for {0}")]
+    NoTransformer(&'static str),
     /// Keyframes, pictures, clips and sounds that a model of clips cannot be asked about together, or one of them.
     #[error("references: {0}")]
     ClipReferences(String),

@@ -48,6 +48,10 @@ pub use families::{Identified, identify};
 pub use frame_rate::FrameRate;
 pub use image::Image;
 pub use lora::{Adapted, LoraReport};
+pub use minimax_h3::{
+    Reference, VideoMemoryPlan, VideoPipeline, VideoPipelineBuilder, VideoReport, VideoRequest,
+    VideoShape,
+};
 pub use model_files::ModelFiles;
 pub use model_index::ModelIndex;
 pub use noise::{Generator, Rng};

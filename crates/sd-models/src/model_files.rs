@@ -108,11 +108,12 @@ impl ModelFiles {
             true => path,
             false => path.parent().unwrap_or(path),
         });
-        let of_model = || self.folder().map(|folder| folder.join("processor"));
+        let of_model = self.folder().map(|folder| folder.join("processor"));
+        let of_model = of_model.filter(|folder| folder.is_dir() || of_tokenizer.is_none());
         // Below a file there is nothing.
         let nothing = || self.label().join("processor");
         let of_tokenizer = || of_tokenizer.map(Path::to_owned);
-        of_model().or_else(of_tokenizer).unwrap_or_else(nothing)
+        of_model.or_else(of_tokenizer).unwrap_or_else(nothing)
     }
 
     /// The model folder in the diffusers layout, if there is one.

@@ -1,4 +1,4 @@
-//! `model_index.json`: what a folder in the diffusers layout holds.
+//! `model_index.json`, or `modular_model_index.json` of modular pipelines: what a folder in the diffusers layout holds.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,6 +11,9 @@ use crate::error::{Error, Result};
 
 /// Pipeline classes that [`Pipeline::open`](crate::Pipeline::open) knows.
 pub(crate) const SUPPORTED: &[&str] = &["QwenImage21Pipeline"];
+
+/// Names of the file; the first that is there counts.
+const FILES: [&str; 2] = ["model_index.json", "modular_model_index.json"];
 
 /// The index of a model folder: the pipeline's class and its parts.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -27,20 +30,25 @@ impl ModelIndex {
     /// # Errors
     /// [`Error::Missing`] if it is no such folder, [`Error::Io`], [`Error::Config`].
     pub fn read(folder: &Path) -> Result<ModelIndex> {
-        let path = folder.join("model_index.json");
         if !folder.is_dir() {
             return Err(Error::Missing {
                 path: folder.to_owned(),
                 what: "model folder",
             });
         }
-        if !path.is_file() {
-            return Err(Error::Missing {
+        let mut paths = FILES.iter().map(|file| folder.join(file));
+        match paths.find(|path| path.is_file()) {
+            Some(path) => read_json(&path),
+            None => Err(Error::Missing {
                 path: folder.to_owned(),
-                what: "model_index.json",
-            });
+                what: FILES[0],
+            }),
         }
-        read_json(&path)
+    }
+
+    /// Whether `folder` has one.
+    pub fn is_in(folder: &Path) -> bool {
+        FILES.iter().any(|file| folder.join(file).is_file())
     }
 
     /// Class of the pipeline: `QwenImage21Pipeline`.
@@ -48,7 +56,7 @@ impl ModelIndex {
         &self.class_name
     }
 
-    /// Whether this version can run it.
+    /// Whether [`Pipeline::open`](crate::Pipeline::open) knows it.
     pub fn is_supported(&self) -> bool {
         SUPPORTED.contains(&self.class_name.as_str())
     }
@@ -58,7 +66,12 @@ impl ModelIndex {
         self.entries
             .iter()
             .filter_map(|(name, value)| match value.as_array()?.as_slice() {
-                [_library, Value::String(class)] => Some((name.as_str(), class.as_str())),
+                [_library, Value::String(class), ..] => Some((name.as_str(), class.as_str())),
+                // Of a modular pipeline, not loaded when the index was written.
+                [Value::Null, Value::Null, told] => {
+                    let class = told.get("type_hint")?.get(1)?.as_str()?;
+                    Some((name.as_str(), class))
+                }
                 _ => None,
             })
     }

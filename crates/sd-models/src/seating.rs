@@ -428,7 +428,8 @@ fn readers(
     };
     let reader = model.reader()?;
     let estimate = reader.tower_estimate(backends.on(looks)?, size)?;
-    let tower = tower_need(looks, reader.sight().weights(), &estimate)?;
+    let weights = reader.sight().weights();
+    let tower = passing_need(Component::TextEncoder, looks, weights, &estimate)?;
     let left = backends.ledger().report(encodes).available;
     let room = left.map(|left| left.saturating_add(held(encodes)));
     let (weights, compute) = reader.encoder_bytes(backends.on(encodes)?, size, room)?;
@@ -443,12 +444,17 @@ fn readers(
     Ok(vec![tower, encoder])
 }
 
-/// What a vision tower with these `weights` needs on `device`, where it is only while it looks.
-pub(crate) fn tower_need(device: Device, weights: &Weights, estimate: &Estimate) -> Result<Need> {
+/// What needs these `weights` on `device` while it runs, and has them there for that alone.
+pub(crate) fn passing_need(
+    component: Component,
+    device: Device,
+    weights: &Weights,
+    estimate: &Estimate,
+) -> Result<Need> {
     let cost = weights.cost(device, Residence::Disk, Mapping::Never)?;
     let compute = estimate.compute_bytes + estimate.constant_bytes;
     Ok(Need {
-        component: Component::TextEncoder,
+        component,
         device,
         residence: Some(Residence::Disk),
         weights: cost.resident(),
@@ -456,7 +462,7 @@ pub(crate) fn tower_need(device: Device, weights: &Weights, estimate: &Estimate)
             DeviceKind::Cpu => compute.max(cost.staging),
             _ => compute,
         },
-        streamed: streamed(weights, Component::TextEncoder, device, estimate, (1, 0))?,
+        streamed: streamed(weights, component, device, estimate, (1, 0))?,
     })
 }
 

@@ -82,7 +82,7 @@ fn every_operation_refuses_what_ggml_would_abort_on() {
         ("signals takes [n, in, t]", |_, x, y| {
             x.conv1d(y, Conv1d::default())
         }),
-        ("stride or dilation of zero", |_, x, y| {
+        ("a dilation of zero", |_, x, y| {
             let dilation = 0;
             let conv = Conv1d {
                 dilation,

@@ -1,10 +1,11 @@
 //! Reading a prompt and what it speaks of: the text encoder, and the vision tower that sees pictures for it.
 
-use sd_backend::Backend;
+use sd_backend::{Backend, Residence};
 use sd_graph::{Cancel, Estimate, LoadOptions, PlanCache, Reporter, Weights};
 use tokenizers::Tokenizer;
 
-use super::prompt::{Mention, Presentation, Tag, Tokens, seen_of_clip};
+use super::layout::Tag;
+use super::prompt::{Mention, Presentation, Tokens, seen_of_clip};
 use super::references::{Outline, Subject};
 use super::sizes::FRAME_RATE;
 use crate::error::{Error, Result};
@@ -261,6 +262,14 @@ impl Conditioner {
     pub(crate) fn release_sight(&mut self) {
         if let Some(eyes) = &mut self.eyes {
             eyes.sight.release();
+        }
+    }
+
+    /// Gives up what the text encoder has in memory, unless it lives there.
+    pub(crate) fn release(&mut self) {
+        if self.text.weights.residence() != Residence::Device {
+            self.plans.clear();
+            self.text.weights.release();
         }
     }
 

@@ -6,6 +6,7 @@
 
 use tokenizers::Tokenizer;
 
+use super::layout::Tag;
 use crate::error::{Error, Result};
 use crate::qwen3_vl::{self, IMAGE_TOKEN, VIDEO_TOKEN};
 use crate::rope::{Part, Size};
@@ -17,16 +18,6 @@ const END: &str = "<|vision_end|>";
 
 /// Pictures of a clip that the text encoder sees of a second.
 const SEEN_PER_SECOND: f64 = 2.0;
-
-/// What a row of text stands for, as the transformer tells its rows apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Tag {
-    /// A picture, or one of a clip: what marks its ends, too.
-    Picture = 0,
-    /// Text.
-    Text = 1,
-}
 
 /// Something that the prompt speaks of, as the text encoder is told of it.
 #[derive(Debug, Clone, PartialEq)]
@@ -51,7 +42,7 @@ pub enum Mention {
 pub struct Tokens {
     /// Token numbers; a picture has one for each of its tokens.
     pub ids: Vec<i32>,
-    /// What each stands for.
+    /// What each stands for: what marks the ends of a picture counts as a part of it.
     pub tags: Vec<Tag>,
     /// Text and pictures in order, pictures in tokens. Marks of pictures are text here.
     pub parts: Vec<Part>,
@@ -206,11 +197,11 @@ impl Rows {
     }
 
     fn picture(&mut self, presentation: &Presentation, id: u32, tokens: Size) {
-        self.read(&[presentation.start], Tag::Picture);
+        self.read(&[presentation.start], Tag::Video);
         let count = tokens.height * tokens.width;
-        self.put(&vec![id; count], Tag::Picture);
+        self.put(&vec![id; count], Tag::Video);
         self.0.parts.push(Part::Picture(tokens));
-        self.read(&[presentation.end], Tag::Picture);
+        self.read(&[presentation.end], Tag::Video);
     }
 
     /// What the text encoder reads as text, whatever the transformer takes it for.

@@ -6,13 +6,14 @@ use image::RgbaImage;
 use image::imageops::crop_imm;
 
 use super::sizes::{
-    Adjustment, CanvasRule, Extent, FRAME_RATE, SAMPLE_RATE, SOUND_LATENTS_PER_SECOND, frames_down,
+    Adjustment, CanvasRule, Extent, FRAME_RATE, SAMPLE_RATE, SIZE_MULTIPLE,
+    SOUND_LATENTS_PER_SECOND, frames_down, latent_frames,
 };
 use crate::error::{Error, Result};
 use crate::frame_rate::FrameRate;
 use crate::image::Image;
 use crate::resample::{lanczos, opaque};
-use crate::rope::Size;
+use crate::rope::{H3Clip, H3Reference, Size};
 use crate::sound::Sound;
 
 /// Most pictures, clips and sounds that a request refers to, and most of all together.
@@ -76,15 +77,33 @@ pub(crate) enum Outline {
 }
 
 impl Outline {
-    /// Latents of sound by channel, if it has any.
-    pub(crate) fn sound_latents(self) -> Option<usize> {
-        let hop = (SAMPLE_RATE / SOUND_LATENTS_PER_SECOND) as usize;
+    /// Samples of a channel of its sound, if it has any.
+    pub(crate) fn samples(self) -> Option<usize> {
         match self {
             Outline::Picture(_) => None,
             Outline::Clip { samples, .. } => samples,
             Outline::Sound(samples) => Some(samples),
         }
-        .map(|samples| samples.div_ceil(hop))
+    }
+
+    /// Latents of sound by channel; none if it is silent.
+    fn sound_latents(self) -> usize {
+        let hop = (SAMPLE_RATE / SOUND_LATENTS_PER_SECOND) as usize;
+        self.samples().map_or(0, |samples| samples.div_ceil(hop))
+    }
+
+    /// What the transformer is shown or played of it, in latents.
+    pub(crate) fn rows(self) -> H3Reference {
+        let latents = |size: Size| size.whole_patches(SIZE_MULTIPLE / 2);
+        match self {
+            Outline::Picture(size) => H3Reference::Picture(latents(size)),
+            Outline::Sound(_) => H3Reference::Sound(self.sound_latents()),
+            Outline::Clip { size, frames, .. } => H3Reference::Clip(H3Clip {
+                frames: latent_frames(frames_down(frames)),
+                latents: latents(size),
+                sound: self.sound_latents(),
+            }),
+        }
     }
 }
 
@@ -407,6 +426,6 @@ mod tests {
         // 22 / 24 of a second.
         assert_eq!(subjects[0].sound().unwrap().samples(), 29_333);
         assert_eq!(subjects[1].outline(), Outline::Sound(100));
-        assert_eq!(subjects[1].outline().sound_latents(), Some(1));
+        assert_eq!(subjects[1].outline().rows(), H3Reference::Sound(1));
     }
 }

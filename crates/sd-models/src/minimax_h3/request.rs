@@ -4,11 +4,14 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use super::parts::Settings;
 use super::references::Reference;
-use super::sizes::{Adjustment, CanvasRule, USUAL_FRAMES};
+use super::schedule::Schedule;
+use super::sizes::{Adjustment, Extent, USUAL_FRAMES};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::noise::Rng;
+use crate::rope::{H3Keyframe, Size};
 
 /// What a checkpoint's author recommends for clips, from the optional file `sd-defaults.json` beside the index of a folder; where
 /// it is silent, what the published model makes.
@@ -138,26 +141,53 @@ impl VideoRequest {
         self.first.iter().chain(&self.last)
     }
 
-    /// Width and height that are asked for or follow from what is given.
+    /// What is made, and what that changes of what was asked for.
     ///
     /// # Errors
-    /// [`Error::Aspect`].
-    pub(super) fn wanted_size(
-        &self,
-        defaults: &VideoDefaults,
-        rule: &CanvasRule,
-    ) -> Result<(usize, usize)> {
-        if let Some(size) = self.size {
-            return Ok(size);
-        }
-        let canvas = match self.keyframes().next() {
-            Some(frame) => rule.canvas((frame.height() as usize, frame.width() as usize).into())?,
-            None => match (defaults.width, defaults.height) {
-                (Some(width), Some(height)) => return Ok((width, height)),
-                _ => rule.usual()?,
-            },
+    /// [`Error::Aspect`], [`Error::Size`], [`Error::Frames`].
+    pub(super) fn extent(&self, settings: &Settings) -> Result<(Extent, Vec<Adjustment>)> {
+        let (defaults, rule) = (&settings.defaults, &settings.rule);
+        let frame = self.keyframes().next();
+        let size = match (self.size, frame, defaults.width.zip(defaults.height)) {
+            (Some(size), ..) | (None, None, Some(size)) => size,
+            (None, Some(frame), _) => {
+                let like = Size::new(frame.height() as usize, frame.width() as usize);
+                let canvas = rule.canvas(like)?;
+                (canvas.width, canvas.height)
+            }
+            (None, None, None) => {
+                let canvas = rule.usual()?;
+                (canvas.width, canvas.height)
+            }
         };
-        Ok((canvas.width, canvas.height))
+        Extent::nearest(size, self.frames.unwrap_or(defaults.frames))
+    }
+
+    /// The noise levels of pictures and of sound.
+    ///
+    /// # Errors
+    /// [`Error::Steps`], [`Error::Shift`].
+    pub(super) fn schedules(&self, settings: &Settings) -> Result<[Schedule; 2]> {
+        let points = self.steps.unwrap_or(settings.defaults.steps);
+        let schedule = |shift: Option<f32>, usual: f32| {
+            let shift = shift.unwrap_or(usual);
+            match shift > 0.0 && shift.is_finite() {
+                true => Schedule::new(shift, points),
+                false => Err(Error::Shift(shift)),
+            }
+        };
+        Ok([
+            schedule(self.shift, settings.shifts.video)?,
+            schedule(self.sound_shift, settings.shifts.sound)?,
+        ])
+    }
+
+    /// What the transformer is shown, for a clip that begins or ends with pictures.
+    pub(super) fn anchors(&self) -> Vec<H3Keyframe> {
+        let first = self.first.iter().map(|_| H3Keyframe::First);
+        first
+            .chain(self.last.iter().map(|_| H3Keyframe::Last))
+            .collect()
     }
 
     /// Refuses what cannot be had together.
@@ -167,7 +197,8 @@ impl VideoRequest {
     pub(super) fn check(&self) -> Result<()> {
         if !self.references.is_empty() && self.keyframes().next().is_some() {
             return Err(Error::ClipReferences(
-                "keyframes and references cannot be had together: they are for two transformers".to_owned(),
+                "keyframes and references cannot be had together: they are for two transformers"
+                    .to_owned(),
             ));
         }
         super::references::check(&self.references)

@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::rope::Size;
+use crate::rope::{H3Clip, Size};
 
 /// Frames a second, of everything that is made and read.
 pub const FRAME_RATE: u32 = 24;
@@ -167,13 +167,6 @@ pub enum Adjustment {
         /// Seconds that are read.
         read: f64,
     },
-    /// A shift of the schedule makes some of its levels one: fewer steps are taken.
-    Steps {
-        /// How many were asked for.
-        asked: usize,
-        /// How many are taken.
-        given: usize,
-    },
 }
 
 impl fmt::Display for Adjustment {
@@ -210,10 +203,6 @@ impl fmt::Display for Adjustment {
             } => write!(
                 f,
                 "of the sound of reference {number}, {read:.2} of {seconds:.2} seconds are read"
-            ),
-            Adjustment::Steps { asked, given } => write!(
-                f,
-                "{asked} steps become {given}: some of their noise levels are the same number"
             ),
         }
     }
@@ -289,6 +278,15 @@ impl Extent {
     /// Rows and columns of latents, of 16 by 16 pixels each.
     pub fn latents(&self) -> Size {
         self.size.whole_patches(SIZE_MULTIPLE / 2)
+    }
+
+    /// The rows that the transformer makes, in latents.
+    pub fn rows(&self) -> H3Clip {
+        H3Clip {
+            frames: self.latent_frames(),
+            latents: self.latents(),
+            sound: self.sound_latents(),
+        }
     }
 
     /// Latents of sound by channel, 40 a second, rounded half to even.

@@ -15,6 +15,9 @@ mod fixtures;
 #[allow(dead_code, reason = "what other tests need is not needed here")]
 mod gguf_file;
 mod h3_denoise;
+mod h3_memory;
+mod h3_pipeline;
+mod h3_published;
 mod h3_transformer;
 mod layouts;
 mod lora;

@@ -1,5 +1,7 @@
 //! What the encoder says of a clip: a distribution of latents.
 
+use half::f16;
+
 use super::config::Config;
 use crate::error::{Error, Result};
 use crate::wan_vae::Clip;
@@ -56,6 +58,26 @@ impl Posterior {
     /// # Errors
     /// [`Error::Clip`] for another number of values.
     pub fn sample(&self, config: &Config, noise: &[f32]) -> Result<Clip> {
+        let mut latents = self.drawn(noise)?;
+        config.normalize(&mut latents);
+        Ok(latents)
+    }
+
+    /// As [`Posterior::sample`], rounded to half precision before they are brought to mean 0 and deviation 1: what the diffusion
+    /// model was given of pictures and clips while it was trained.
+    ///
+    /// # Errors
+    /// As for [`Posterior::sample`].
+    pub fn sample_in_half(&self, config: &Config, noise: &[f32]) -> Result<Clip> {
+        let mut latents = self.drawn(noise)?;
+        for value in &mut latents.values {
+            *value = f16::from_f32(*value).to_f32();
+        }
+        config.normalize(&mut latents);
+        Ok(latents)
+    }
+
+    fn drawn(&self, noise: &[f32]) -> Result<Clip> {
         /// Between which logarithms of variances are taken.
         const RANGE: [f32; 2] = [-30.0, 20.0];
         let mean = &self.mean;
@@ -73,7 +95,6 @@ impl Posterior {
             let [least, most] = RANGE;
             *value = mean + (0.5 * logvar.clamp(least, most)).exp() * *value;
         }
-        config.normalize(&mut latents);
         Ok(latents)
     }
 }

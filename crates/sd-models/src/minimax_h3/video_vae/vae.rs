@@ -4,7 +4,8 @@ use std::path::Path;
 
 use sd_backend::{Backend, DType, Mapping, Residence};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, LoadOptions, Progress, Reporter, Scope, TensorTypes, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, LoadOptions, Progress, Reporter, Scope,
+    TensorTypes, Weights,
 };
 
 use super::config::Config;
@@ -162,6 +163,21 @@ impl VideoVae {
     pub fn live(&mut self, residence: Residence, mapping: Mapping, is_streamed: bool) {
         self.encoder.live(residence, mapping, false);
         self.decoder.live(residence, mapping, is_streamed);
+    }
+
+    /// Says whether the decoder's weights stay where they live while it runs, too, unless that is the device.
+    pub(crate) fn stream(&mut self, is_streamed: bool) {
+        self.decoder.weights.stream(is_streamed);
+    }
+
+    /// What decoding a tile of latents of `(height, width)` takes beside weights.
+    pub(crate) fn decoding_estimate(
+        &self,
+        backend: &Backend,
+        size: (usize, usize),
+        tiling: Tiling,
+    ) -> Result<Estimate> {
+        Decoding::new(&self.decoder.module, &self.config, size, tiling).estimate(backend)
     }
 
     /// The configuration.
