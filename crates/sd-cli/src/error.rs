@@ -57,9 +57,12 @@ pub(crate) enum Error {
     },
     /// The tiny checkpoint is not near.
     #[error(
-        "no --model was given, and the tiny checkpoint (models/tiny-qwen-image-2.1) lies neither in the current folder or those above it nor beside the program"
+        "no --model was given, and the tiny checkpoint ({model}) lies neither in the current folder or those above it nor beside the program"
     )]
-    NoModel,
+    NoModel {
+        /// Where it lies in the repository.
+        model: &'static str,
+    },
     /// Standard output is gone.
     #[error("standard output: {0}")]
     Output(#[from] std::io::Error),

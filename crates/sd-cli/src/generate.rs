@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sd_graph::{Cancel, Progress, Reporter};
 use sd_models::qwen_image_2_1::{MOST_REFERENCES, RESOLUTIONS};
@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::args::Generate;
 use crate::error::Error;
+use crate::figures::{file_size, peak_resident, seconds, timed};
 use crate::json;
 use crate::preview::Previews;
 use crate::progress::Display;
@@ -107,7 +108,7 @@ pub(crate) fn run(
         (Some(model), _) => Some(model.clone()),
         // Made of parts alone.
         (None, Some(_)) => None,
-        (None, None) => Some(tiny::find()?),
+        (None, None) => Some(tiny::find(tiny::PICTURES)?),
     };
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
@@ -288,10 +289,6 @@ pub(crate) fn run(
     failure.map_or(Ok(()), |error| Err(error.into()))
 }
 
-fn seconds(duration: Duration) -> f64 {
-    (duration.as_secs_f64() * 1e4).round() / 1e4
-}
-
 /// The file of one picture of `count`: the seed in place of `{seed}`, or its number behind the name where there are several.
 fn output_of(output: &Path, seed: u64, index: u64, count: u64) -> PathBuf {
     let name = output.file_name().unwrap_or_default();
@@ -425,27 +422,4 @@ fn check(arguments: &Generate) -> Result<(), Error> {
         }
     }
     Ok(())
-}
-
-fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
-    let started = Instant::now();
-    Ok((work()?, started.elapsed()))
-}
-
-/// Linux keeps the high-water mark of resident memory for each process.
-fn peak_resident() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmHWM:"))?;
-    line.trim()
-        .strip_suffix("kB")?
-        .trim()
-        .parse::<u64>()
-        .ok()
-        .map(|kib| kib * 1024)
-}
-
-fn file_size(path: &Path) -> u64 {
-    std::fs::metadata(path).map_or(0, |metadata| metadata.len())
 }

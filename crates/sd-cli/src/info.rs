@@ -6,6 +6,7 @@ use std::path::Path;
 
 use sd_backend::Bytes;
 use sd_graph::Checkpoint;
+use sd_models::{ModelIndex, VideoPipeline};
 use serde::Serialize;
 
 use crate::args::Info;
@@ -19,7 +20,7 @@ struct Report {
     /// Class of the pipeline, for a model folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     class: Option<String>,
-    /// Whether `sd generate` can use it, for a model folder.
+    /// Whether `sd generate` or `sd video` can use it, for a model folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     supported: Option<bool>,
     parameters: u64,
@@ -76,7 +77,7 @@ struct Tensor {
 
 pub(crate) fn run(arguments: &Info) -> Result<(), Error> {
     let path = &arguments.model;
-    let report = if path.join("model_index.json").is_file() {
+    let report = if ModelIndex::is_in(path) {
         folder(path)?
     } else {
         single(path)?
@@ -90,24 +91,36 @@ pub(crate) fn run(arguments: &Info) -> Result<(), Error> {
     Ok(())
 }
 
-/// A model folder: each part that its index names and that has weights.
+/// A model folder: each part that its index names, or each folder in it where that names none, that has weights.
 fn folder(path: &Path) -> Result<Report, Error> {
-    let index = sd_models::ModelIndex::read(path)?;
+    let index = ModelIndex::read(path)?;
+    let named = index.components();
+    let mut parts: Vec<(String, Option<String>)> = named
+        .map(|(name, class)| (name.to_owned(), Some(class.to_owned())))
+        .collect();
+    if parts.is_empty() {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let folders = entries.filter(|entry| entry.path().is_dir());
+        parts = folders
+            .filter_map(|folder| Some((folder.file_name().into_string().ok()?, None)))
+            .collect();
+        parts.sort();
+    }
     let mut components = Vec::new();
-    for (name, class) in index.components() {
-        let part = path.join(name);
+    for (name, class) in parts {
+        let part = path.join(&name);
         let has_weights = std::fs::read_dir(&part).is_ok_and(|entries| {
             entries
                 .flatten()
                 .any(|entry| is_weights(&entry.file_name().to_string_lossy()))
         });
         if has_weights {
-            let mut component = component(&Checkpoint::open(&part)?, name, false);
-            component.class = Some(class.to_owned());
+            let mut component = component(&Checkpoint::open(&part)?, &name, false);
+            component.class = class;
             components.push(component);
         }
     }
-    let supported = Some(index.is_supported());
+    let supported = Some(index.is_supported() || VideoPipeline::open(path).is_ok());
     Ok(summed(
         path,
         Some(index.class_name().to_owned()),

@@ -4,9 +4,11 @@
 
 mod args;
 mod backends;
+mod clips;
 mod convert;
 mod devices;
 mod error;
+mod figures;
 mod generate;
 mod info;
 mod json;
@@ -17,6 +19,7 @@ mod rpc_server;
 mod terminal;
 mod tiny;
 mod vae;
+mod video;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -57,6 +60,7 @@ fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
             let terminal = Protocol::detect(variable).filter(|_| !arguments.quiet);
             generate::run(options, arguments.quiet, terminal)
         }
+        Command::Video(options) => video::run(options, arguments.quiet),
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Convert(options) => convert::run(options, arguments.quiet),

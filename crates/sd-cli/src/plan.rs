@@ -1,9 +1,10 @@
-//! `sd plan`: what a picture needs of a device's memory, without loading anything.
+//! `sd plan`: what a picture or clip needs of a device's memory, without loading anything.
 
 use std::io::Write;
 
-use sd_backend::{Bytes, Seat};
-use sd_models::Pipeline;
+use sd_backend::{Bytes, Component, Seat};
+use sd_graph::Checkpoint;
+use sd_models::{DeviceNeed, ModelFiles, Pipeline, VideoPipeline, VideoShape};
 use serde::Serialize;
 
 use crate::args::Plan;
@@ -15,13 +16,20 @@ use crate::json;
 struct Report {
     width: usize,
     height: usize,
+    /// Of a clip.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    frames: Option<usize>,
+    /// Rows of the sequence that the transformer sees of a clip.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rows: Option<usize>,
     /// Pixels along a side of what is decoded at once, where memory does not suffice for all.
     vae_tile: Option<usize>,
     /// Width and height that reference pictures are scaled to.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     references: Vec<[usize; 2]>,
     parts: Vec<Part>,
-    /// What reads reference pictures, before everything else.
+    /// What is loaded for a moment alone: what reads pictures that are given, and in a model of clips what prepares the steps and
+    /// makes the sound.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     readers: Vec<Part>,
     devices: Vec<Need>,
@@ -73,24 +81,56 @@ struct Fallback {
 }
 
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
-    let size = crate::generate::size(arguments.width, arguments.height);
     let files = arguments.parts.files(arguments.model.as_deref());
+    let report = match is_of_clips(arguments) {
+        true => clip(arguments, arguments.video_parts.add_to(files))?,
+        false => picture(arguments, files)?,
+    };
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        json::print(&mut out, &report)?;
+    } else {
+        print(&mut out, &report)?;
+    }
+    Ok(())
+}
+
+/// Whether the model makes clips: by its folder's index, or by the names of tensors.
+fn is_of_clips(arguments: &Plan) -> bool {
+    let (model, transformer) = (&arguments.model, &arguments.parts.transformer);
+    if let Some(folder) = model.as_ref().filter(|model| model.is_dir()) {
+        return VideoPipeline::open(folder).is_ok();
+    }
+    let checkpoint = transformer
+        .as_ref()
+        .or(model.as_ref())
+        .map(Checkpoint::open);
+    checkpoint.and_then(Result::ok).is_some_and(|checkpoint| {
+        let parts = sd_models::identify(&checkpoint);
+        parts
+            .iter()
+            .any(|part| part.component() == Component::Diffusion && part.family() == "MiniMax H3")
+    })
+}
+
+fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
+    if let Some(frames) = arguments.frames {
+        return Err(Error::Option {
+            option: "frames",
+            value: frames.to_string(),
+            reason: "this is a model of pictures".to_owned(),
+        });
+    }
+    let size = crate::generate::size(arguments.width, arguments.height);
     let builder = arguments.resources.apply(Pipeline::from_files(files)?);
     let builder = arguments.options.apply(arguments.weights.apply(builder));
     let references = &arguments.reference;
     let plan = builder.plan_with(size, arguments.tokens, references, arguments.ref_size)?;
-    let part = |name, seat: &Seat| Part {
-        name,
-        device: seat.device.name(),
-        residence: seat.residence.name(),
-        weights: seat.weights,
-        compute: seat.compute,
-        reason: seat.reason.clone(),
-    };
-
-    let report = Report {
+    Ok(Report {
         width: plan.width,
         height: plan.height,
+        frames: None,
+        rows: None,
         vae_tile: plan.vae_tile,
         fits: plan.fits(),
         prefix_cache: plan.prefix_cache.map(|prefix| PrefixCache {
@@ -103,49 +143,109 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
             .iter()
             .map(|&(width, height)| [width, height])
             .collect(),
-        parts: plan
-            .seats
-            .iter()
-            .map(|seat| part(seat.component.name(), seat))
-            .collect(),
+        parts: parts(&plan.seats),
         readers: ["vision-tower", "vae-encoder"]
             .into_iter()
             .zip(&plan.readers)
-            .map(|(name, seat)| part(name, seat))
+            .map(|(name, seat)| Part::new(name, seat))
             .collect(),
-        devices: plan
-            .devices
-            .iter()
-            .map(|need| Need {
-                name: need.device.name(),
-                peak: need.peak,
-                smallest_budget: need.smallest,
-                available: need.available,
-                fits: need.fits(),
-            })
-            .collect(),
-        fallbacks: plan
-            .fallbacks
-            .iter()
-            .map(|fallback| Fallback {
-                name: fallback.name.clone(),
-                asked: fallback.asked.name(),
-                got: fallback.got.name(),
-            })
-            .collect(),
+        devices: needs(&plan.devices),
+        fallbacks: fallbacks(&plan.fallbacks),
+    })
+}
+
+fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
+    let builder = VideoPipeline::from_files(files)?;
+    let builder = arguments.resources.apply_to_video(builder);
+    let builder = arguments.weights.apply_to_video(builder);
+    let order = arguments.video_parts.qkv_order;
+    let plan = builder.qkv_order(order.into()).plan(&VideoShape {
+        size: crate::generate::size(arguments.width, arguments.height),
+        frames: arguments.frames,
+        tokens: arguments.tokens,
+        keyframes: arguments.keyframes,
+        steps: None,
+    })?;
+    let (last, others) = match plan.readers.split_last() {
+        Some((last, others)) => (Some(last), others),
+        None => (None, &[][..]),
     };
-    let mut out = std::io::stdout().lock();
-    if arguments.json {
-        json::print(&mut out, &report)?;
-    } else {
-        print(&mut out, &report)?;
+    let name = |seat: &Seat| match seat.component {
+        Component::TextEncoder => "vision-tower",
+        Component::Diffusion => "preparation",
+        Component::Vae => "vae-encoder",
+    };
+    let others = others.iter().map(|seat| Part::new(name(seat), seat));
+    Ok(Report {
+        width: plan.width,
+        height: plan.height,
+        frames: Some(plan.frames),
+        rows: Some(plan.rows),
+        vae_tile: None,
+        fits: plan.fits(),
+        prefix_cache: None,
+        references: Vec::new(),
+        parts: parts(&plan.seats),
+        readers: others
+            .chain(last.map(|seat| Part::new("sound-decoder", seat)))
+            .collect(),
+        devices: needs(&plan.devices),
+        fallbacks: fallbacks(&plan.fallbacks),
+    })
+}
+
+impl Part {
+    fn new(name: &'static str, seat: &Seat) -> Part {
+        Part {
+            name,
+            device: seat.device.name(),
+            residence: seat.residence.name(),
+            weights: seat.weights,
+            compute: seat.compute,
+            reason: seat.reason.clone(),
+        }
     }
-    Ok(())
+}
+
+fn parts(seats: &[Seat]) -> Vec<Part> {
+    let parts = seats.iter();
+    parts
+        .map(|seat| Part::new(seat.component.name(), seat))
+        .collect()
+}
+
+fn needs(needs: &[DeviceNeed]) -> Vec<Need> {
+    let need = |need: &DeviceNeed| Need {
+        name: need.device.name(),
+        peak: need.peak,
+        smallest_budget: need.smallest,
+        available: need.available,
+        fits: need.fits(),
+    };
+    needs.iter().map(need).collect()
+}
+
+fn fallbacks(fallbacks: &[sd_graph::Fallback]) -> Vec<Fallback> {
+    let fallback = |fallback: &sd_graph::Fallback| Fallback {
+        name: fallback.name.clone(),
+        asked: fallback.asked.name(),
+        got: fallback.got.name(),
+    };
+    fallbacks.iter().map(fallback).collect()
 }
 
 fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
     let size = |bytes: u64| Bytes(bytes).to_string();
-    writeln!(out, "a picture of {}x{}", report.width, report.height)?;
+    let size_of = format!("{}x{}", report.width, report.height);
+    match (report.frames, report.rows) {
+        (Some(frames), Some(rows)) => {
+            writeln!(
+                out,
+                "a clip of {frames} frames of {size_of}, which the transformer sees as {rows} rows"
+            )?;
+        }
+        _ => writeln!(out, "a picture of {size_of}")?,
+    }
     writeln!(
         out,
         "  {:14} {:10} {:7} {:>12} {:>12}",

@@ -4,6 +4,7 @@ mod generate;
 mod model;
 mod plan;
 mod vae;
+mod video;
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ pub(crate) use generate::{Generate, Preview, Sides};
 pub(crate) use model::{Model, Parts, Resources, Weights};
 pub(crate) use plan::Plan;
 pub(crate) use vae::{Tile, Vae, VaeFiles};
+pub(crate) use video::{Video, VideoParts};
 
 /// Pictures from a diffusion checkpoint.
 #[derive(Debug, Parser)]
@@ -51,7 +53,16 @@ pub(crate) enum Command {
         as \"a large red circle on a blue background\"."
     )]
     Generate(Box<Generate>),
-    /// Say how much memory a picture needs, without loading the model.
+    /// Make a clip with sound from a prompt, and from pictures, clips and sounds.
+    #[command(
+        after_help = "Without --model the tiny checkpoint of the repository is used: it draws a coloured shape that moves, with a tone, such as \
+        \"a red circle moves right on a black background with a tone of 440 hertz\" (-W 128 -H 128 -f 22 --steps 21).\n\n\
+        A clip begins with --first-frame and ends with --last-frame, or refers to what --ref-image, --ref-video \
+        and --ref-audio give. Whatever has to be adjusted, such as sides that are no multiples of 32, is said on standard error and in the \
+        report."
+    )]
+    Video(Box<Video>),
+    /// Say how much memory a picture or clip needs, without loading the model.
     Plan(Box<Plan>),
     /// Say what a checkpoint is: a model folder, or a single .safetensors or .gguf file.
     Info(Info),
@@ -65,7 +76,7 @@ pub(crate) enum Command {
     Convert(Convert),
     /// List the devices there are to run on, with their memory and what they can do.
     Devices(Devices),
-    /// Encode pictures and frames of clips as latents, and decode latents, with a VAE of the WAN family.
+    /// Encode pictures and frames of clips as latents, and decode latents, with a VAE of the WAN family or of MiniMax H3.
     #[command(subcommand)]
     Vae(Vae),
     /// Let programs on other machines compute on this machine's devices.

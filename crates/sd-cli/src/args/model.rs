@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::{LoadOptions, TensorTypes};
-use sd_models::{ModelArgs, ModelFiles, PipelineBuilder};
+use sd_models::{ModelArgs, ModelFiles, PipelineBuilder, VideoPipelineBuilder};
 
 /// Files of single parts of a model.
 #[derive(Debug, Args)]
@@ -109,6 +109,15 @@ impl Resources {
             .mapping(self.mapping)
             .memory_budget(self.memory_budget.clone())
     }
+
+    /// Passes them on to a model of clips.
+    pub(crate) fn apply_to_video(&self, builder: VideoPipelineBuilder) -> VideoPipelineBuilder {
+        builder
+            .device(self.device.as_str())
+            .placement(self.placement.clone().unwrap_or_default())
+            .mapping(self.mapping)
+            .memory_budget(self.memory_budget.clone())
+    }
 }
 
 /// Options of single models.
@@ -164,5 +173,10 @@ impl Weights {
             builder = builder.tensor_types(rules.clone());
         }
         builder
+    }
+
+    /// Passes them on to a model of clips.
+    pub(crate) fn apply_to_video(&self, builder: VideoPipelineBuilder) -> VideoPipelineBuilder {
+        builder.load_options(self.apply_to(LoadOptions::default()))
     }
 }

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::TypedValueParser;
 
-use super::{Model, Parts, Resources, Weights};
+use super::{Model, Parts, Resources, VideoParts, Weights};
 
 /// Arguments of `sd plan`.
 #[derive(Debug, Args)]
@@ -16,6 +17,9 @@ pub(crate) struct Plan {
     #[command(flatten)]
     pub(crate) parts: Parts,
 
+    #[command(flatten)]
+    pub(crate) video_parts: VideoParts,
+
     /// Width in pixels [default: the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) width: Option<usize>,
@@ -23,6 +27,14 @@ pub(crate) struct Plan {
     /// Height in pixels [default: the model's].
     #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) height: Option<usize>,
+
+    /// Frames of a clip [default: the model's].
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) frames: Option<usize>,
+
+    /// Pictures that a clip begins and ends with.
+    #[arg(long, value_name = "0|1|2", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=2).map(usize::from))]
+    pub(crate) keyframes: usize,
 
     /// Tokens of the prompt.
     #[arg(long, value_name = "N", default_value_t = 64)]

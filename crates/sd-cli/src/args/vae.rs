@@ -15,13 +15,16 @@ pub(crate) enum Vae {
     #[command(
         after_help = "The file has the tensor `latents`, F32 [frames, channels, height, width]: the means, not normalised, and \
         in its metadata the frame rate where the input has one. A clip's first frame makes one frame of latents, each \
-        further four frames one more; frames that remain are left out, and said so.\n\n\
+        further four frames one more; frames that remain are left out, and said so. Of MiniMax H3's a clip has 5 frames in 2 \
+        frames of latents, and each further 17 in 5 more; what a clip of another length becomes is said.\n\n\
         Videos are read by the program ffmpeg, which must be there."
     )]
     Encode(VaeFiles),
-    /// Decode latents as the output's name says: to a PNG (animated for a clip), to a video (.mp4, .mkv, .webm, .mov, .gif), or
+    /// Decode latents as the output's name says: to a PNG (animated for a clip), to a video (.avi, .mp4, .mkv, .webm, .mov, .gif), or
     /// to numbered PNGs in a new folder.
-    #[command(after_help = "Videos are written by the program ffmpeg, which must be there.")]
+    #[command(
+        after_help = "Videos other than .avi are written by the program ffmpeg, which must be there."
+    )]
     Decode(VaeFiles),
 }
 
@@ -51,7 +54,7 @@ pub(crate) struct VaeFiles {
     #[arg(value_name = "INPUT")]
     pub(crate) input: PathBuf,
 
-    /// Folder of the VAE (with a config.json), or its file of weights, which needs none beside it.
+    /// Folder of the VAE (with a config.json), or its file of weights, which needs none beside it unless it is MiniMax H3's.
     #[arg(long, value_name = "PATH")]
     pub(crate) vae: PathBuf,
 
@@ -60,7 +63,7 @@ pub(crate) struct VaeFiles {
     pub(crate) output: PathBuf,
 
     /// Work on overlapping squares of so many pixels: less memory, more time. `auto` takes all at once if that fits, else the
-    /// largest squares that do; `whole` insists.
+    /// largest squares that do; `whole` insists. Of MiniMax H3's VAE `auto` are the squares of 256 that it was released with.
     #[arg(long, value_name = "N|auto|whole", default_value = "auto", value_parser = tile)]
     pub(crate) tile: Tile,
 

@@ -6,10 +6,9 @@ use sd_models::minimax_h3::video_vae::{Posterior, Tiling, VideoVae};
 use sd_models::wan_vae::{Clip, Latents};
 use sd_models::{Error as ModelError, FrameRate, Image};
 
-use super::input::Input;
-use super::output::Output;
 use super::{Report, backend, check_same};
 use crate::args::{Tile, VaeFiles};
+use crate::clips::{Input, Output};
 use crate::error::Error;
 
 struct Opened {
@@ -47,7 +46,7 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
 }
 
 pub(super) fn encode(files: &VaeFiles) -> Result<Report, Error> {
-    let mut input = Input::open(&files.input, &files.ffmpeg)?;
+    let mut input = Input::open(&files.input, &files.ffmpeg, None)?;
     let mut opened = open(files)?;
     let Some(first) = input.pictures.next().transpose()? else {
         return Err(Error::Model(ModelError::Missing {

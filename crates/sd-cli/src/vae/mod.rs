@@ -1,9 +1,6 @@
 //! `sd vae encode` and `sd vae decode`.
 
-mod ffmpeg;
-mod input;
 mod minimax_h3;
-mod output;
 
 use std::io::Write;
 use std::path::Path;
@@ -17,10 +14,9 @@ use sd_models::{Error as ModelError, FrameRate, Image};
 use serde::Serialize;
 
 use crate::args::{Tile, Vae, VaeFiles};
+use crate::clips::{Input, Output};
 use crate::error::Error;
 use crate::json;
-use input::Input;
-use output::Output;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
@@ -144,7 +140,7 @@ fn check_same(image: &Image, (height, width): (usize, usize)) -> Result<(), Erro
 }
 
 fn encode(files: &VaeFiles) -> Result<Report, Error> {
-    let mut input = Input::open(&files.input, &files.ffmpeg)?;
+    let mut input = Input::open(&files.input, &files.ffmpeg, None)?;
     let mut opened = open(files)?;
     let config = opened.vae.config().clone();
     check_frames(&opened.vae, input.count.unwrap_or(1))?;

@@ -190,3 +190,37 @@ fn what_is_no_checkpoint_is_refused() {
     }
     assert_refused(folder.path(), &["info"], &["MODEL"]);
 }
+
+/// A modular pipeline's folder, whose index may name no parts; and the VAE that only such models have.
+#[test]
+fn models_of_clips_are_known() {
+    let folder = tempfile::tempdir().unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sd-models/tests/fixtures");
+    let info = |path: &str| -> serde_json::Value {
+        let path = fixtures.join(path);
+        let ended = sd(folder.path(), &["info", path.to_str().unwrap(), "--json"]);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        serde_json::from_str(&ended.out).unwrap()
+    };
+    let model = info("minimax_h3_pipeline");
+    assert_eq!(
+        (&model["class"], &model["supported"]),
+        (&"MiniMaxH3ModularPipeline".into(), &true.into())
+    );
+    let components = model["components"].as_array().unwrap().iter();
+    let names: Vec<&str> = components
+        .map(|part| part["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        ["audio_vae", "transformer", "transformer_ref", "vae"]
+    );
+    let sound = info("minimax_h3_sound_vae/model.safetensors");
+    let part = &sound["parts"][0];
+    assert_eq!(
+        (&part["family"], &part["component"]),
+        (&"MiniMax H3, sound".into(), &"vae".into())
+    );
+    assert_eq!(part["config"]["encoder_rates"], serde_json::json!([2, 5]));
+    assert_eq!(part["config"]["decoder_rates"], serde_json::json!([5, 2]));
+}

@@ -18,6 +18,7 @@ mod rpc_server;
 mod run;
 mod sampling;
 mod vae;
+mod video;
 
 /// The command is there in every build; in one without the feature it says what is missing.
 #[cfg(not(feature = "rpc"))]

@@ -1,4 +1,4 @@
-//! Video files through the program `ffmpeg`: raw pictures through pipes.
+//! Video files through the program `ffmpeg`: raw pictures through pipes, sound beside them in a WAV file.
 
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -6,24 +6,38 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread::JoinHandle;
 
-use sd_models::{FrameRate, Image};
+use sd_models::{FrameRate, Image, Sound};
 
 use crate::error::Error;
 
 /// Endings of files that are left to ffmpeg.
 const ENDINGS: [&str; 8] = ["mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "gif"];
 
+/// What nothing can be heard in.
+const SILENT: &str = "gif";
+
 /// Most bytes of what ffmpeg says that are kept.
 const MOST_TEXT: u64 = 1 << 16;
 
 /// Whether the name of `path` ends as those of video files do.
-pub(super) fn is_video(path: &Path) -> bool {
+pub(crate) fn is_video(path: &Path) -> bool {
     let ending = path.extension().and_then(|ending| ending.to_str());
     ending.is_some_and(|ending| {
         ENDINGS
             .iter()
             .any(|known| ending.eq_ignore_ascii_case(known))
     })
+}
+
+/// Refuses a video file where ffmpeg is needed to write it and not there: better now than after all the work.
+pub(crate) fn check_writable(path: &Path, program: &Path) -> Result<(), Error> {
+    let is_own = path
+        .extension()
+        .is_some_and(|ending| ending.eq_ignore_ascii_case("avi"));
+    if is_own || !is_video(path) {
+        return Ok(());
+    }
+    Running::start(program, path, &arguments(["-version"]), false)?.finish()
 }
 
 /// A running ffmpeg. Stopped when dropped.
@@ -120,7 +134,7 @@ fn arguments<const N: usize>(words: [&str; N]) -> Vec<OsString> {
 }
 
 /// The pictures of a video file as they come.
-pub(super) struct VideoReader {
+pub(crate) struct VideoReader {
     running: Running,
     pixels: ChildStdout,
     size: (u32, u32),
@@ -129,8 +143,12 @@ pub(super) struct VideoReader {
 }
 
 impl VideoReader {
-    /// Opens a video file with `program`.
-    pub(super) fn open(program: &Path, path: &Path) -> Result<VideoReader, Error> {
+    /// Opens a video file with `program`, of which at most so many seconds are read.
+    pub(crate) fn open(
+        program: &Path,
+        path: &Path,
+        seconds: Option<f64>,
+    ) -> Result<VideoReader, Error> {
         let input = [arguments(["-i"]), vec![file_name(path)]].concat();
         // A picture in a format whose first line says the size and the rate.
         let first = arguments(["-map", "0:v:0", "-frames:v", "1", "-pix_fmt", "yuv420p"]);
@@ -148,7 +166,10 @@ impl VideoReader {
         let raw = arguments([
             "-map", "0:v:0", "-pix_fmt", "rgba", "-f", "rawvideo", "pipe:1",
         ]);
-        let mut running = Running::start(program, path, &[input, raw].concat(), false)?;
+        let limit = seconds.map_or(Vec::new(), |seconds| {
+            vec!["-t".into(), seconds.to_string().into()]
+        });
+        let mut running = Running::start(program, path, &[input, limit, raw].concat(), false)?;
         let pixels = running.child.stdout.take();
         let pixels = pixels.ok_or_else(|| running.error("it has no output".to_owned()))?;
         Ok(VideoReader {
@@ -161,7 +182,7 @@ impl VideoReader {
     }
 
     /// Pictures a second.
-    pub(super) fn frame_rate(&self) -> FrameRate {
+    pub(crate) fn frame_rate(&self) -> FrameRate {
         self.rate
     }
 
@@ -196,6 +217,39 @@ impl Iterator for VideoReader {
     }
 }
 
+/// The sound of a video or sound file, if it has any.
+pub(crate) fn read_sound(program: &Path, path: &Path) -> Result<Option<Sound>, Error> {
+    let input = [arguments(["-i"]), vec![file_name(path)]].concat();
+    // A format whose first lines say what streams there are; that of sound need not be there.
+    let streams = arguments(["-map", "0:v:0?", "-map", "0:a:0?", "-t", "0.1"]);
+    let told = arguments(["-f", "framecrc", "pipe:1"]);
+    let all = [&input[..], &streams, &told].concat();
+    let mut running = Running::start(program, path, &all, false)?;
+    let mut told = Vec::new();
+    if let Some(mut stdout) = running.child.stdout.take() {
+        stdout.read_to_end(&mut told)?;
+    }
+    running.finish()?;
+    let told = String::from_utf8_lossy(&told);
+    let mut media = told.lines().filter(|line| line.starts_with("#media_type"));
+    if !media.any(|line| line.ends_with("audio")) {
+        return Ok(None);
+    }
+    let file = tempfile::Builder::new().suffix(".wav").tempfile()?;
+    let heard = arguments(["-map", "0:a:0", "-c:a", "pcm_f32le"]);
+    let all = [&input[..], &heard, &[file_name(file.path())]].concat();
+    Running::start(program, path, &all, false)?.finish()?;
+    let sound = Sound::open(file.path()).map_err(|error| match error {
+        // Under the name that the caller knows.
+        sd_models::Error::Sound { reason, .. } => Error::Ffmpeg {
+            file: path.to_owned(),
+            reason,
+        },
+        error => error.into(),
+    })?;
+    Ok(Some(sound))
+}
+
 /// Temporary files belong to their owner alone; a video is an ordinary file.
 #[cfg(unix)]
 fn make_readable(path: &Path) -> std::io::Result<()> {
@@ -225,20 +279,24 @@ fn stream(bytes: &[u8]) -> Option<((u32, u32), FrameRate)> {
 }
 
 /// A video file that is being written: under another name until it is finished.
-pub(super) struct VideoWriter {
+pub(crate) struct VideoWriter {
     path: PathBuf,
     running: Running,
     pixels: Option<ChildStdin>,
     part: tempfile::TempPath,
+    /// Removed when ffmpeg has read it.
+    _sound: Option<tempfile::TempPath>,
 }
 
 impl VideoWriter {
-    /// Begins a video of pictures of this width and height with `program`.
-    pub(super) fn create(
+    /// Begins a video of pictures of this width and height with `program`; `sound` begins with the first. Pictures and sound are
+    /// encoded as this ffmpeg does by default in such a file.
+    pub(crate) fn create(
         program: &Path,
         path: &Path,
         (width, height): (u32, u32),
         rate: FrameRate,
+        sound: Option<&Sound>,
     ) -> Result<VideoWriter, Error> {
         let folder = match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -263,7 +321,22 @@ impl VideoWriter {
         ];
         let mut words = arguments(input);
         words.extend(arguments(["-i", "pipe:0"]));
-        if !ending.eq_ignore_ascii_case("gif") {
+        let is_silent = ending.eq_ignore_ascii_case(SILENT);
+        let heard = sound.filter(|_| !is_silent).map(|sound| {
+            let file = tempfile::Builder::new()
+                .prefix(".sd-")
+                .suffix(".part.wav")
+                .tempfile_in(folder)?
+                .into_temp_path();
+            Ok::<_, std::io::Error>((sound, file))
+        });
+        let heard = heard.transpose()?;
+        if let Some((sound, file)) = &heard {
+            sound.save(file)?;
+            words.extend([OsString::from("-i"), file_name(file)]);
+            words.extend(arguments(["-map", "0:v:0", "-map", "1:a:0"]));
+        }
+        if !is_silent {
             // What every player can show.
             words.extend(arguments(["-pix_fmt", "yuv420p"]));
         }
@@ -274,11 +347,12 @@ impl VideoWriter {
             pixels: running.child.stdin.take(),
             running,
             part,
+            _sound: heard.map(|(_, file)| file),
         })
     }
 
     /// Writes the next picture.
-    pub(super) fn push(&mut self, image: &Image) -> Result<(), Error> {
+    pub(crate) fn push(&mut self, image: &Image) -> Result<(), Error> {
         let pixels = image.pixels().as_raw();
         let outcome = self.pixels.as_mut().map(|pipe| pipe.write_all(pixels));
         match outcome {
@@ -294,7 +368,7 @@ impl VideoWriter {
     }
 
     /// Waits until all is written and gives the file its name.
-    pub(super) fn finish(mut self) -> Result<(), Error> {
+    pub(crate) fn finish(mut self) -> Result<(), Error> {
         self.pixels = None;
         self.running.finish()?;
         let path = &self.path;

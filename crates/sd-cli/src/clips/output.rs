@@ -3,17 +3,20 @@
 use std::path::{Path, PathBuf};
 
 use sd_models::wan_vae::Clip;
-use sd_models::{AnimationWriter, Error as ModelError, FrameRate, Image};
+use sd_models::{AnimationWriter, AviWriter, Error as ModelError, FrameRate, Image, Sound};
 
 use super::ffmpeg::{VideoWriter, is_video};
+use super::input::SOUND;
 use crate::error::Error;
 
-/// One picture, an animation, a video, or a folder of numbered pictures. Begun with the first frame.
-pub(super) struct Output {
+/// One picture, an animation, a video, or a folder of numbered pictures; what is heard is in a video with them, and else in a WAV file.
+/// Begun with the first frame.
+pub(crate) struct Output {
     path: PathBuf,
     ffmpeg: PathBuf,
     frames: usize,
     rate: FrameRate,
+    sound: Option<Sound>,
     kind: Kind,
     begun: Option<Begun>,
 }
@@ -22,6 +25,8 @@ pub(super) struct Output {
 enum Kind {
     Picture,
     Animation,
+    /// What needs no other program.
+    Avi,
     Video,
     Folder,
 }
@@ -29,13 +34,14 @@ enum Kind {
 enum Begun {
     Picture,
     Animation(AnimationWriter),
+    Avi(AviWriter),
     Video(VideoWriter),
     Folder { written: usize },
 }
 
 impl Output {
     /// For so many frames, as the ending of `path` says.
-    pub(super) fn new(
+    pub(crate) fn new(
         path: &Path,
         frames: usize,
         rate: FrameRate,
@@ -43,7 +49,9 @@ impl Output {
     ) -> Result<Output, Error> {
         let ending = path.extension().and_then(|ending| ending.to_str());
         let is = |known: &str| ending.is_some_and(|ending| ending.eq_ignore_ascii_case(known));
-        let kind = if is_video(path) {
+        let kind = if is("avi") {
+            Kind::Avi
+        } else if is_video(path) {
             Kind::Video
         } else if is("png") || is("apng") {
             match frames {
@@ -70,13 +78,33 @@ impl Output {
             ffmpeg: ffmpeg.to_owned(),
             frames,
             rate,
+            sound: None,
             kind,
             begun: None,
         })
     }
 
+    /// Adds what is heard from the first frame on, which ends with the last. To be said before the first.
+    pub(crate) fn sound(mut self, sound: Sound) -> Output {
+        let (numerator, denominator) = self.rate.parts();
+        let seconds = self.frames as f64 * f64::from(denominator) / f64::from(numerator);
+        let samples = (seconds * f64::from(sound.rate())).ceil() as usize;
+        self.sound = Some(sound.truncated(samples));
+        self
+    }
+
+    /// Where what is heard is, if that is a file of its own.
+    pub(crate) fn sound_file(&self) -> Option<PathBuf> {
+        let file = match self.kind {
+            Kind::Picture | Kind::Animation => self.path.with_extension("wav"),
+            Kind::Folder => self.path.join(SOUND),
+            Kind::Avi | Kind::Video => return None,
+        };
+        self.sound.is_some().then_some(file)
+    }
+
     /// Writes the next frames.
-    pub(super) fn write(&mut self, clip: &Clip) -> Result<(), Error> {
+    pub(crate) fn write(&mut self, clip: &Clip) -> Result<(), Error> {
         let area = clip.height * clip.width;
         for planes in clip.each_frame() {
             let mut planes = planes.to_vec();
@@ -93,7 +121,8 @@ impl Output {
         Ok(())
     }
 
-    fn push(&mut self, image: &Image, channels: usize) -> Result<(), Error> {
+    /// Writes the next frame, of which so many channels count.
+    pub(crate) fn push(&mut self, image: &Image, channels: usize) -> Result<(), Error> {
         let begun = match &mut self.begun {
             Some(begun) => begun,
             None => {
@@ -104,6 +133,7 @@ impl Output {
         match begun {
             Begun::Picture => image.save(&self.path)?,
             Begun::Animation(writer) => writer.push(image)?,
+            Begun::Avi(writer) => writer.push(image)?,
             Begun::Video(writer) => writer.push(image)?,
             Begun::Folder { written } => {
                 *written += 1;
@@ -123,12 +153,18 @@ impl Output {
                 self.frames,
                 self.rate,
             )?),
-            Kind::Video => {
+            Kind::Avi | Kind::Video => {
                 if channels > 3 {
                     tracing::warn!("a video has no alpha: a folder or an animated PNG keeps it");
                 }
-                let writer = VideoWriter::create(&self.ffmpeg, &self.path, size, self.rate)?;
-                Begun::Video(writer)
+                let (path, sound) = (&self.path, self.sound.as_ref());
+                match self.kind {
+                    Kind::Avi => Begun::Avi(AviWriter::create(path, size, self.rate, sound)?),
+                    _ => {
+                        let program = &self.ffmpeg;
+                        Begun::Video(VideoWriter::create(program, path, size, self.rate, sound)?)
+                    }
+                }
             }
             Kind::Folder => {
                 std::fs::create_dir(&self.path).map_err(|source| ModelError::Io {
@@ -140,10 +176,14 @@ impl Output {
         })
     }
 
-    /// Ends the file.
-    pub(super) fn finish(self) -> Result<(), Error> {
+    /// Ends the file, and writes what is heard where that is one of its own.
+    pub(crate) fn finish(self) -> Result<(), Error> {
+        if let (Some(sound), Some(file)) = (&self.sound, self.sound_file()) {
+            sound.save(file)?;
+        }
         match self.begun {
             Some(Begun::Animation(writer)) => Ok(writer.finish()?),
+            Some(Begun::Avi(writer)) => Ok(writer.finish()?),
             Some(Begun::Video(writer)) => writer.finish(),
             Some(Begun::Picture | Begun::Folder { .. }) | None => Ok(()),
         }
