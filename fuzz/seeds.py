@@ -160,3 +160,28 @@ write("picture", "webp-lossy", base64.b64decode(
     "UklGRnoAAABXRUJQVlA4WAoAAAAQAAAACAAABAAAQUxQSB8AAAABRyAQSCTy2x9kh4jIDGQBJmMYSyyx5H+FENH/WCMfAFZQOCA0AAAA0AEAnQ"
     "EqCQAFAAQAaCWwAnQBDrsFjgAA/tz924rcYQDLs1wy951HqT41eOqzV6hFlAAAAA=="
 ))
+
+
+def wav(code, channels, rate, bits, samples, extensible=False):
+    """A WAV file; `code` is 1 for whole numbers, 3 for floating point."""
+    size = bits // 8
+    body = struct.pack("<HHIIHH", 0xFFFE if extensible else code, channels, rate, rate * channels * size, channels * size, bits)
+    if extensible:
+        body += struct.pack("<HHI", 22, bits, (1 << channels) - 1) + struct.pack("<H", code) + bytes.fromhex("000000001000800000aa00389b71")
+    chunk = lambda name, data: name + struct.pack("<I", len(data)) + data
+    value = struct.pack("<f", -0.5) if code == 3 else bytes(size - 1) + b"\x40"
+    chunks = chunk(b"fmt ", body) + chunk(b"LIST", b"INFO") + chunk(b"data", value * channels * samples)
+    return chunk(b"RIFF", b"WAVE" + chunks)
+
+
+for name, file in {
+    "u8": wav(1, 1, 8000, 8, 5),
+    "s16": wav(1, 2, 44100, 16, 20),
+    "s24": wav(1, 2, 96000, 24, 6),
+    "s24-extensible": wav(1, 6, 48000, 24, 6, True),
+    "s32": wav(1, 3, 22050, 32, 4),
+    "f32": wav(3, 2, 32000, 32, 9),
+    "f32-extensible": wav(3, 8, 48000, 32, 3, True),
+    "silence": wav(1, 2, 32000, 16, 0),
+}.items():
+    write("sound", name, file)

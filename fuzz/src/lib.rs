@@ -7,6 +7,8 @@ pub mod convert;
 #[cfg(feature = "models")]
 pub mod pictures;
 pub mod readers;
+#[cfg(feature = "models")]
+pub mod sounds;
 pub mod texts;
 
 use std::path::Path;
