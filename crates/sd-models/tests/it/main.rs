@@ -38,6 +38,7 @@ mod sound_vae;
 mod step_cache;
 mod text_encoder;
 mod tiny;
+mod tiny_clip;
 mod transformer;
 mod vae;
 mod video_vae;
