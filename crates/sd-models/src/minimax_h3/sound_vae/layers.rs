@@ -5,6 +5,55 @@ use sd_graph::{Conv1d, Graph, Param, Role, Scope, Tensor};
 /// Added to what is divided by, in activations.
 const EPS: f32 = 1e-9;
 
+/// Most moments that a number of a channel is repeated for.
+const REPEATS: usize = 256;
+
+/// A signal `[n, channels, time]` as `[n, channels, rows, row]`, to be combined with a number for each channel. A processor takes
+/// a number by itself anew for each element, so it is repeated for a row, and rows are taken by whole vectors.
+#[derive(Debug, Clone, Copy)]
+struct Rows {
+    row: usize,
+}
+
+impl Rows {
+    fn of(time: usize) -> Rows {
+        let mut divisors = (1..=REPEATS).rev();
+        Rows {
+            row: divisors.find(|&row| time.is_multiple_of(row)).unwrap_or(1),
+        }
+    }
+
+    fn cut(self, x: Tensor<'_>) -> Tensor<'_> {
+        let [n, channels, time] = [0, 1, 2].map(|axis| x.dim(axis));
+        x.reshape([n, channels, time / self.row, self.row])
+    }
+
+    /// `each [channels, 1]`, repeated.
+    fn repeated(self, each: Tensor<'_>) -> Tensor<'_> {
+        let channels = each.dim(0);
+        let row = each.reshape([1, channels, 1]);
+        row.upscale_nearest_by([1, self.row])
+            .reshape([channels, 1, self.row])
+    }
+}
+
+/// `x [n, channels, time]` and to each channel its `bias`.
+fn biased<'g>(x: Tensor<'g>, bias: &Param) -> Tensor<'g> {
+    let rows = Rows::of(x.dim(2));
+    let bias = x.graph().param(bias).reshape([x.dim(1), 1]);
+    (rows.cut(x) + rows.repeated(bias)).reshape(x.shape().dims())
+}
+
+/// `x + sin(alpha x)^2 / beta`, with `alpha` and `beta` `[channels, 1]`.
+fn snake<'g>(x: Tensor<'g>, alpha: Tensor<'g>, beta: Tensor<'g>) -> Tensor<'g> {
+    let channels = x.dim(1);
+    let rows = Rows::of(x.dim(2));
+    let cut = rows.cut(x);
+    let share = x.graph().constant(&vec![1.0_f32; channels], [channels, 1]) / beta;
+    let wave = (cut * rows.repeated(alpha)).sin().square();
+    (cut + wave * rows.repeated(share)).reshape(x.shape().dims())
+}
+
 /// The kernel of a convolution, as it is or as a direction and a length (`weight_v`, `weight_g`) for each element of its outermost
 /// dimension.
 #[derive(Debug)]
@@ -43,7 +92,6 @@ impl Kernel {
 pub(super) struct Conv {
     kernel: Kernel,
     bias: Option<Param>,
-    output: usize,
     conv: Conv1d,
 }
 
@@ -62,7 +110,6 @@ impl Conv {
         Conv {
             kernel: Kernel::new(scope, [output, input, size]),
             bias: Some(scope.param("bias", [output], Role::Vector)),
-            output,
             conv: Conv1d {
                 padding: size / 2 * dilation,
                 dilation,
@@ -89,7 +136,6 @@ impl Conv {
         Conv {
             kernel: Kernel::new(scope, [output, input, size]),
             bias: None,
-            output,
             conv: Conv1d {
                 padding: size / 2,
                 ..Conv1d::default()
@@ -101,7 +147,7 @@ impl Conv {
         let g = x.graph();
         let y = x.conv1d(self.kernel.tensor(g), self.conv);
         match &self.bias {
-            Some(bias) => y + g.param(bias).reshape([self.output, 1]),
+            Some(bias) => biased(y, bias),
             None => y,
         }
     }
@@ -155,7 +201,8 @@ impl Lengthening {
         let all = joined
             .permute([0, 2, 1, 3])
             .reshape([n, output, (time + 1) * rate]);
-        all.slice(2, (size - rate) / 2, time * rate) + g.param(&self.bias).reshape([output, 1])
+        let kept = all.slice(2, (size - rate) / 2, time * rate);
+        biased(kept, &self.bias)
     }
 }
 
@@ -174,7 +221,7 @@ impl Snake {
 
     pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
         let alpha = x.graph().param(&self.alpha);
-        x + (x * alpha).sin().square() / (alpha + EPS)
+        snake(x, alpha, alpha + EPS)
     }
 }
 
@@ -197,6 +244,6 @@ impl SnakeBeta {
     pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
         let g = x.graph();
         let (alpha, beta) = (g.param(&self.alpha).exp(), g.param(&self.beta).exp());
-        x + (x * alpha).sin().square() / (beta + EPS)
+        snake(x, alpha, beta + EPS)
     }
 }
