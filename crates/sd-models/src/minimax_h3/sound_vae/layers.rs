@@ -145,12 +145,61 @@ impl Conv {
 
     pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
         let g = x.graph();
-        let y = x.conv1d(self.kernel.tensor(g), self.conv);
+        let kernel = self.kernel.tensor(g);
+        let y = match self.conv {
+            Conv1d {
+                stride: 1,
+                dilation: 1,
+                padding,
+            } if kernel.dim(2) == 2 * padding + 1 => convolved(x, kernel),
+            conv => x.conv1d(kernel, conv),
+        };
         match &self.bias {
             Some(bias) => biased(y, bias),
             None => y,
         }
     }
+}
+
+/// The convolution of `x [n, in, t]` with `kernel [out, in, size]` that keeps the length. A step gives several moments: kernels
+/// that begin one moment later each see nearly the same patch, and where channels are few, putting patches together takes longer than
+/// the product with them.
+fn convolved<'g>(x: Tensor<'g>, kernel: Tensor<'g>) -> Tensor<'g> {
+    let [n, time] = [0, 2].map(|axis| x.dim(axis));
+    let [output, input, size] = [0, 1, 2].map(|axis| kernel.dim(axis));
+    let step = step_of(time, output, size);
+    let conv = Conv1d {
+        stride: step,
+        padding: size / 2,
+        ..Conv1d::default()
+    };
+    if step == 1 {
+        return x.conv1d(kernel, conv);
+    }
+    let wide = size + step - 1;
+    // Rows of one element more, read as if they had that one less, begin one later each.
+    let kernels = kernel
+        .pad_end(0, step)
+        .reshape([output * input, 1, wide + 1])
+        .upscale_nearest_by([step, 1])
+        .reshape([output * input, step * (wide + 1)])
+        .slice(1, 0, step * wide)
+        .reshape([output, input, step, wide])
+        .transpose(1, 2)
+        .reshape([output * step, input, wide]);
+    x.conv1d(kernels, conv)
+        .reshape([n, output, step, time / step])
+        .transpose(2, 3)
+        .reshape([n, output, time])
+}
+
+/// Moments that a step of a convolution gives: what takes least time of what divides `time`.
+fn step_of(time: usize, output: usize, size: usize) -> usize {
+    /// Products in the time that one element of a patch takes, by a profile on a Xeon with AVX-512.
+    const PATCH: usize = 80;
+    let cost = |step: &usize| (size + step - 1) * (output + PATCH / step);
+    let steps = (1..=16).filter(|step| time.is_multiple_of(*step));
+    steps.min_by_key(cost).unwrap_or(1)
 }
 
 /// A transposed convolution, which lengthens time by `rate`.
