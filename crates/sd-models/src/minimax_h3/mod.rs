@@ -26,6 +26,7 @@ mod schedule;
 mod seating;
 mod sizes;
 pub mod sound_vae;
+mod stages;
 mod time;
 mod transformer;
 pub mod video_vae;

@@ -152,7 +152,7 @@ impl Readers {
             files,
             files.sound_vae.as_deref(),
             "audio_vae",
-            ("sound VAE", "--audio-vae"),
+            ("sound VAE", "--sound-vae"),
         )?;
         Ok(Readers {
             conditioner: Conditioner::open(files, options, &text, tokenizer)?,
@@ -209,10 +209,11 @@ impl Readers {
         backend: &mut Backend,
         subject: &Subject<'_>,
         cancel: &Cancel,
+        progress: &mut dyn Reporter,
     ) -> Result<Option<Latents>> {
         let sound = subject.sound();
         sound
-            .map(|sound| self.sound_vae.encode(backend, sound, cancel))
+            .map(|sound| self.sound_vae.encode(backend, sound, cancel, progress))
             .transpose()
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use sd_backend::{Backend, BackendOptions, Device, DeviceKind, Ledger, MemoryBudgets};
-use sd_graph::Cancel;
+use sd_graph::{Cancel, Progress};
 use sd_models::minimax_h3::sound_vae::{Latents, SoundVae};
 use sd_models::{Error, Sound};
 
@@ -18,6 +18,10 @@ const TOLERANCE: f32 = 5e-5;
 
 /// Relative error elsewhere: products may pass through half precision.
 const HALF_PRECISION: f64 = 0.02;
+
+fn quiet() -> impl FnMut(&Progress) {
+    |_: &Progress| {}
+}
 
 fn backend(device: Device) -> Backend {
     Backend::new(device, &BackendOptions::default().threads(2)).unwrap()
@@ -71,7 +75,12 @@ fn assert_near(backend: &Backend, what: &str, is: &[f32], should: &[f32]) {
 
 fn assert_decodes(vae: &mut SoundVae, backend: &mut Backend, what: &str, case: &Case) {
     let decoded = vae
-        .decode(backend, &latents(case.get("in.z")), &Cancel::new())
+        .decode(
+            backend,
+            &latents(case.get("in.z")),
+            &Cancel::new(),
+            &mut quiet(),
+        )
         .unwrap();
     let expected = case.get("out.decoded");
     assert_eq!(decoded.rate(), 32_000);
@@ -80,7 +89,12 @@ fn assert_decodes(vae: &mut SoundVae, backend: &mut Backend, what: &str, case: &
 
 fn assert_encodes(vae: &mut SoundVae, backend: &mut Backend, what: &str, case: &Case) {
     let encoded = vae
-        .encode(backend, &sound(case.get("in.samples")), &Cancel::new())
+        .encode(
+            backend,
+            &sound(case.get("in.samples")),
+            &Cancel::new(),
+            &mut quiet(),
+        )
         .unwrap();
     let expected = case.get("out.latents");
     assert_eq!(encoded.count, expected.shape[1], "{what}");
@@ -117,7 +131,12 @@ fn little_memory_makes_shorter_pieces_of_the_same_sound() {
     assert_encodes(&mut vae, &mut just, "encoded in what is said", &case);
     vae.unload();
     let mut none = granted(4096);
-    let outcome = vae.decode(&mut none, &latents(case.get("in.z")), &Cancel::new());
+    let outcome = vae.decode(
+        &mut none,
+        &latents(case.get("in.z")),
+        &Cancel::new(),
+        &mut quiet(),
+    );
     assert!(outcome.unwrap_err().is_out_of_memory());
 }
 
@@ -204,7 +223,7 @@ fn what_is_no_sound_is_named() {
     let cancel = Cancel::new();
     let mut vae = open();
     let mut text = |latents: Latents| {
-        vae.decode(&mut backend, &latents, &cancel)
+        vae.decode(&mut backend, &latents, &cancel, &mut quiet())
             .unwrap_err()
             .to_string()
     };
@@ -215,13 +234,19 @@ fn what_is_no_sound_is_named() {
     assert_eq!(text(of(0, 0)), "0 latents instead of 1");
     assert_eq!(text(of(2, 31)), "31 latent values instead of 32");
     let empty = Sound::new(32_000, vec![vec![]]).unwrap();
-    let error = vae.encode(&mut backend, &empty, &cancel).unwrap_err();
+    let error = vae
+        .encode(&mut backend, &empty, &cancel, &mut quiet())
+        .unwrap_err();
     assert_eq!(error.to_string(), "0 samples instead of 1");
     let long = Sound::new(32_000, vec![vec![0.0; 40_961]]).unwrap();
-    let error = vae.encode(&mut backend, &long, &cancel).unwrap_err();
+    let error = vae
+        .encode(&mut backend, &long, &cancel, &mut quiet())
+        .unwrap_err();
     assert_eq!(error.to_string(), "40961 samples instead of 40960");
     cancel.cancel();
-    let error = vae.decode(&mut backend, &of(1, 16), &cancel).unwrap_err();
+    let error = vae
+        .decode(&mut backend, &of(1, 16), &cancel, &mut quiet())
+        .unwrap_err();
     assert!(error.is_cancelled());
     // Another model's folder.
     let error = SoundVae::open(&folder("wan21_vae")).unwrap_err();
@@ -240,7 +265,13 @@ fn any_sound_is_brought_to_what_the_model_hears() {
     let mono = Sound::new(48_000, vec![tone(48_000)]).unwrap();
     let stereo = mono.stereo().resampled(32_000).unwrap();
     let cancel = Cancel::new();
-    let is = vae.encode(&mut backend, &mono, &cancel).unwrap();
-    assert_eq!(is, vae.encode(&mut backend, &stereo, &cancel).unwrap());
+    let is = vae
+        .encode(&mut backend, &mono, &cancel, &mut quiet())
+        .unwrap();
+    assert_eq!(
+        is,
+        vae.encode(&mut backend, &stereo, &cancel, &mut quiet())
+            .unwrap()
+    );
     assert_eq!(is.count, 32);
 }

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use sd_backend::{Backend, DType, Mapping, Residence};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Scope, Weights,
+    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Reporter,
+    Scope, Weights,
 };
 
 use super::activation::is_filter;
@@ -68,10 +69,13 @@ impl<M> Half<M> {
         })
     }
 
-    fn bring(&mut self, backend: &Backend, cancel: &Cancel) -> Result<()> {
-        Ok(self
-            .weights
-            .bring(backend, cancel, &mut |_: &Progress| {})?)
+    fn bring(
+        &mut self,
+        backend: &Backend,
+        cancel: &Cancel,
+        progress: &mut dyn Reporter,
+    ) -> Result<()> {
+        Ok(self.weights.bring(backend, cancel, progress)?)
     }
 }
 
@@ -88,9 +92,12 @@ impl SoundVae {
         };
         let checkpoint = Checkpoint::open(path)?;
         let checkpoint = part_in(&checkpoint, &VAE)?.select(&checkpoint)?;
-        let config = match path.is_file() && !beside.is_file() {
-            true => Config::of(&checkpoint)?,
-            false => Config::read(&beside, &checkpoint)?,
+        let read = || Config::read(&beside, &checkpoint);
+        let config = match path.is_file() {
+            true if !beside.is_file() => Config::of(&checkpoint)?,
+            // What stands beside a single file may be about another.
+            true => read().or_else(|_| Config::of(&checkpoint))?,
+            false => read()?,
         };
         SoundVae::new(&checkpoint, config)
     }
@@ -190,7 +197,8 @@ impl SoundVae {
 
     /// The sound of `latents`: `hop` samples of each of two channels for each, from -1 to 1.
     ///
-    /// Pieces of it are decoded one after the other, shorter ones where memory runs out; the samples are the same.
+    /// Pieces of it are decoded one after the other, shorter ones where memory runs out; the samples are the same. Each is told to
+    /// `progress`.
     ///
     /// # Errors
     /// [`Error::Clip`] for no latents, or values that are not as many as they say; files, memory, or a cancelled run.
@@ -199,14 +207,15 @@ impl SoundVae {
         backend: &mut Backend,
         latents: &Latents,
         cancel: &Cancel,
+        progress: &mut dyn Reporter,
     ) -> Result<Sound> {
         let (count, width) = (latents.count, self.config.latent_channels);
         expect("latents", count, count.max(1))?;
         let wanted = count.saturating_mul(CHANNELS * width);
         expect("latent values", latents.values.len(), wanted)?;
-        self.decoder.bring(backend, cancel)?;
+        self.decoder.bring(backend, cancel, progress)?;
         let channels = shrinking(DECODED, |kept| {
-            self.decode_by(backend, latents, kept, cancel)
+            self.decode_by(backend, latents, kept, (cancel, &mut *progress))
         })?;
         Sound::new(self.config.sampling_rate, channels).ok_or(Error::Clip {
             what: "channels",
@@ -220,7 +229,7 @@ impl SoundVae {
         backend: &mut Backend,
         latents: &Latents,
         kept: usize,
-        cancel: &Cancel,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
     ) -> Result<Vec<Vec<f32>>> {
         let (hop, width) = (self.config.hop(), self.config.latent_channels);
         let (mean, std) = (&self.config.latents_mean, &self.config.latents_std);
@@ -228,7 +237,8 @@ impl SoundVae {
         let length = pieces.length;
         let mut plan = Plan::build(backend, |g| self.decoding(g, length))?;
         let mut channels = vec![Vec::new(); CHANNELS];
-        for Piece { start, kept } in pieces.iter() {
+        let total = pieces.iter().count();
+        for (index, Piece { start, kept }) in pieces.iter().enumerate() {
             // Number by number for the convolutions, latent by latent as they come.
             let each = (0..CHANNELS).flat_map(|channel| {
                 (0..width).flat_map(move |number| {
@@ -251,6 +261,8 @@ impl SoundVae {
                         .map(|sample| sample.clamp(-1.0, 1.0)),
                 );
             }
+            let done = index + 1;
+            progress.report(&Progress::Chunk { done, total });
         }
         Ok(channels)
     }
@@ -258,6 +270,7 @@ impl SoundVae {
     /// The means of the latents of a sound of any rate and any channels; silence fills it up to a whole latent.
     ///
     /// Pieces of it go through the convolutions one after the other, shorter ones where memory runs out; the latents are the same.
+    /// Each is told to `progress`.
     ///
     /// # Errors
     /// [`Error::Clip`] for a sound without samples, or of more than 4096 latents (102 seconds at 32 kHz); files, memory, or a
@@ -267,6 +280,7 @@ impl SoundVae {
         backend: &mut Backend,
         sound: &Sound,
         cancel: &Cancel,
+        progress: &mut dyn Reporter,
     ) -> Result<Latents> {
         let most = MOST * self.config.hop();
         let rate = self.config.sampling_rate;
@@ -282,8 +296,10 @@ impl SoundVae {
         let sound = sound.ok_or_else(|| too_long(0))?;
         let count = self.config.latents(sound.samples());
         expect("samples", sound.samples(), sound.samples().max(1))?;
-        self.encoder.bring(backend, cancel)?;
-        let wide = shrinking(ENCODED, |kept| self.widen_by(backend, &sound, kept, cancel))?;
+        self.encoder.bring(backend, cancel, progress)?;
+        let wide = shrinking(ENCODED, |kept| {
+            self.widen_by(backend, &sound, kept, (cancel, &mut *progress))
+        })?;
         let mut values = Vec::new();
         let mut plan = Plan::build(backend, |g| self.narrowing(g, count))?;
         for channel in &wide {
@@ -308,7 +324,7 @@ impl SoundVae {
         backend: &mut Backend,
         sound: &Sound,
         kept: usize,
-        cancel: &Cancel,
+        (cancel, progress): (&Cancel, &mut dyn Reporter),
     ) -> Result<Vec<Vec<f32>>> {
         let (hop, width) = (self.config.hop(), self.config.latent_dim);
         let count = self.config.latents(sound.samples());
@@ -316,12 +332,13 @@ impl SoundVae {
         let length = pieces.length;
         let mut plan = Plan::build(backend, |g| self.encoding(g, length))?;
         let mut channels = vec![Vec::new(); CHANNELS];
-        for Piece { start, kept } in pieces.iter() {
+        let total = pieces.iter().count();
+        for (index, Piece { start, kept }) in pieces.iter().enumerate() {
             let mut values = Vec::with_capacity(CHANNELS * length * hop);
-            for (index, channel) in sound.channels().iter().enumerate() {
+            for (side, channel) in sound.channels().iter().enumerate() {
                 let end = ((start + length) * hop).min(channel.len());
                 values.extend_from_slice(channel.get(start * hop..end).unwrap_or_default());
-                values.resize((index + 1) * length * hop, 0.0);
+                values.resize((side + 1) * length * hop, 0.0);
             }
             plan.set("samples", &values)?;
             plan.run(backend, cancel)?;
@@ -330,6 +347,8 @@ impl SoundVae {
             for (all, piece) in channels.iter_mut().zip(wide.chunks_exact(length * width)) {
                 all.extend_from_slice(&piece[within.clone()]);
             }
+            let done = index + 1;
+            progress.report(&Progress::Chunk { done, total });
         }
         Ok(channels)
     }

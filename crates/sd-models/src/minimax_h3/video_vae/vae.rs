@@ -112,15 +112,13 @@ impl VideoVae {
             Some(folder) if path.is_file() => folder.join("config.json"),
             _ => path.join("config.json"),
         };
-        let told = match path.is_file() && !beside.is_file() {
-            true => None,
-            false => Some(Config::read(&beside)?),
-        };
         let whole = Checkpoint::open(path)?;
         let checkpoint = part_in(&whole, &VIDEO_VAE)?.select(&whole)?;
-        let config = match told {
-            Some(config) => config,
-            None => Config::of(&checkpoint)?,
+        let config = match path.is_file() {
+            true if !beside.is_file() => Config::of(&checkpoint)?,
+            // What stands beside a single file may be about another.
+            true => Config::read(&beside).or_else(|_| Config::of(&checkpoint))?,
+            false => Config::read(&beside)?,
         };
         VideoVae::from_checkpoint(&checkpoint, config, options)
     }
