@@ -24,6 +24,16 @@ pub(crate) enum Error {
         /// The folder.
         folder: PathBuf,
     },
+    /// A model that another subcommand is for.
+    #[error("{}: this is a model of {makes}; `sd {command}` is for it", path.display())]
+    OtherCommand {
+        /// The model.
+        path: PathBuf,
+        /// What it makes.
+        makes: &'static str,
+        /// The subcommand.
+        command: &'static str,
+    },
     /// A value of an option that no model could use.
     #[error("--{option} {value}: {reason}")]
     Option {

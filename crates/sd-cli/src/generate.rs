@@ -13,6 +13,7 @@ use crate::args::Generate;
 use crate::error::Error;
 use crate::figures::{file_size, peak_resident, seconds, timed};
 use crate::json;
+use crate::makes::Makes;
 use crate::preview::Previews;
 use crate::progress::Display;
 use crate::terminal::Protocol;
@@ -112,6 +113,7 @@ pub(crate) fn run(
     };
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
+    Makes::Pictures.check(model.as_deref(), &arguments.parts)?;
     let files = arguments.parts.files(model.as_deref());
     let is_silent = arguments.json || is_quiet;
     let terminal = terminal.filter(|_| !is_silent && std::io::stderr().is_terminal());

@@ -12,6 +12,7 @@ mod figures;
 mod generate;
 mod info;
 mod json;
+mod makes;
 mod plan;
 mod preview;
 mod progress;

@@ -3,13 +3,13 @@
 use std::io::Write;
 
 use sd_backend::{Bytes, Component, Seat};
-use sd_graph::Checkpoint;
 use sd_models::{DeviceNeed, ModelFiles, Pipeline, VideoPipeline, VideoShape};
 use serde::Serialize;
 
 use crate::args::Plan;
 use crate::error::Error;
 use crate::json;
+use crate::makes::Makes;
 
 /// What `--json` prints. All sizes are bytes.
 #[derive(Debug, Serialize)]
@@ -82,9 +82,9 @@ struct Fallback {
 
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     let files = arguments.parts.files(arguments.model.as_deref());
-    let report = match is_of_clips(arguments) {
-        true => clip(arguments, arguments.video_parts.add_to(files))?,
-        false => picture(arguments, files)?,
+    let report = match Makes::of(arguments.model.as_deref(), &arguments.parts) {
+        Some(Makes::Clips) => clip(arguments, arguments.video_parts.add_to(files))?,
+        _ => picture(arguments, files)?,
     };
     let mut out = std::io::stdout().lock();
     if arguments.json {
@@ -95,31 +95,16 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether the model makes clips: by its folder's index, or by the names of tensors.
-fn is_of_clips(arguments: &Plan) -> bool {
-    let (model, transformer) = (&arguments.model, &arguments.parts.transformer);
-    if let Some(folder) = model.as_ref().filter(|model| model.is_dir()) {
-        return VideoPipeline::open(folder).is_ok();
-    }
-    let checkpoint = transformer
-        .as_ref()
-        .or(model.as_ref())
-        .map(Checkpoint::open);
-    checkpoint.and_then(Result::ok).is_some_and(|checkpoint| {
-        let parts = sd_models::identify(&checkpoint);
-        parts
-            .iter()
-            .any(|part| part.component() == Component::Diffusion && part.family() == "MiniMax H3")
-    })
-}
-
 fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
-    if let Some(frames) = arguments.frames {
-        return Err(Error::Option {
-            option: "frames",
-            value: frames.to_string(),
-            reason: "this is a model of pictures".to_owned(),
-        });
+    let of_clips = [("frames", arguments.frames), ("steps", arguments.steps)];
+    for (option, value) in of_clips {
+        if let Some(value) = value {
+            return Err(Error::Option {
+                option,
+                value: value.to_string(),
+                reason: "this is a model of pictures".to_owned(),
+            });
+        }
     }
     let size = crate::generate::size(arguments.width, arguments.height);
     let builder = arguments.resources.apply(Pipeline::from_files(files)?);
@@ -164,7 +149,7 @@ fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
         frames: arguments.frames,
         tokens: arguments.tokens,
         keyframes: arguments.keyframes,
-        steps: None,
+        steps: arguments.steps,
     })?;
     let (last, others) = match plan.readers.split_last() {
         Some((last, others)) => (Some(last), others),

@@ -45,6 +45,14 @@ impl Display {
         }
     }
 
+    /// Warns of something, without a bar in between.
+    pub(crate) fn warn(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| tracing::warn!("{text}")),
+            None => tracing::warn!("{text}"),
+        }
+    }
+
     fn show(&self, done: usize, total: usize) {
         if let Some(bar) = &self.bar {
             bar.set_length(total as u64);
@@ -80,6 +88,7 @@ impl Reporter for Display {
                 self.show(*done, *total);
                 self.line(&format!("{} {done}/{total}", self.stage));
             }
+            Progress::Chunk { done, total } => self.show(*done, *total),
             Progress::Preview {
                 width,
                 height,

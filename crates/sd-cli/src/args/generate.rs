@@ -23,10 +23,10 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Pictures that the prompt is about")]
     pub(crate) references: References,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) parts: Parts,
 
     /// Width in pixels, rounded down to a multiple of 32 [default: that of the last reference picture, or the model's].
@@ -41,7 +41,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) steps: Option<usize>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Sampling")]
     pub(crate) sampling: Sampling,
 
     /// Leave out calls of the model whose answer is estimated to change by less than this part: 0.05 hardly changes a picture,
@@ -86,16 +86,16 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) vae_tile: Option<usize>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Previews")]
     pub(crate) preview: Preview,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Devices and memory")]
     pub(crate) resources: Resources,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Types of weights")]
     pub(crate) weights: Weights,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Options of single models")]
     pub(crate) options: Model,
 
     /// Threads that compute on the processor [default: as many as there are].

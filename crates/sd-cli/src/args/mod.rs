@@ -17,7 +17,10 @@ pub(crate) use plan::Plan;
 pub(crate) use vae::{Tile, Vae, VaeFiles};
 pub(crate) use video::{Video, VideoParts};
 
-/// Pictures from a diffusion checkpoint.
+/// Over options that every command has, which come last.
+const EVERYWHERE: &str = "Options of every command";
+
+/// Pictures and clips from a diffusion checkpoint.
 #[derive(Debug, Parser)]
 #[command(
     name = "sd",
@@ -31,16 +34,16 @@ pub(crate) struct Sd {
     pub(crate) command: Command,
 
     /// Say more on standard error; twice for details.
-    #[arg(short, long, global = true, action = ArgAction::Count)]
+    #[arg(short, long, global = true, help_heading = EVERYWHERE, action = ArgAction::Count)]
     pub(crate) verbose: u8,
 
     /// Say nothing but errors.
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, global = true, help_heading = EVERYWHERE, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
 
     /// Folder of backends to load (libggml-cuda.so and the like, of the same version of ggml); SD_BACKENDS does the same. A
     /// program built with the feature `dynamic-backends` looks beside itself without either.
-    #[arg(long, global = true, value_name = "DIR")]
+    #[arg(long, global = true, help_heading = EVERYWHERE, value_name = "DIR")]
     pub(crate) backends: Option<PathBuf>,
 }
 

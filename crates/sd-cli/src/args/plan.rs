@@ -14,10 +14,10 @@ pub(crate) struct Plan {
     #[arg(value_name = "MODEL", required_unless_present = "transformer")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) parts: Parts,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) video_parts: VideoParts,
 
     /// Width in pixels [default: the model's].
@@ -36,6 +36,10 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "0|1|2", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=2).map(usize::from))]
     pub(crate) keyframes: usize,
 
+    /// Noise levels of a clip [default: the model's].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) steps: Option<usize>,
+
     /// Tokens of the prompt.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) tokens: usize,
@@ -48,13 +52,13 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) ref_size: Option<usize>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Devices and memory")]
     pub(crate) resources: Resources,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Types of weights")]
     pub(crate) weights: Weights,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Options of single models")]
     pub(crate) options: Model,
 
     /// Print JSON on standard output.

@@ -20,13 +20,13 @@ pub(crate) struct Video {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "What the clip is made from")]
     pub(crate) given: Given,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) parts: Parts,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) video_parts: VideoParts,
 
     /// Width in pixels, brought to a multiple of 32 [default: by the aspect of the first or last frame, or the model's].
@@ -59,10 +59,10 @@ pub(crate) struct Video {
     #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
     pub(crate) rng: Rng,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Devices and memory")]
     pub(crate) resources: Resources,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Types of weights")]
     pub(crate) weights: Weights,
 
     /// Threads that compute on the processor [default: as many as there are].

@@ -62,8 +62,20 @@ pub(crate) fn sound_of(path: &Path, ffmpeg: &Path) -> Result<Option<Sound>, Erro
         false => path.with_extension("wav"),
     };
     match beside.is_file() {
-        true => Ok(Some(Sound::open(beside)?)),
+        true => Ok(Some(wav(&beside)?)),
         false => Ok(None),
+    }
+}
+
+/// What a WAV file has, which is something.
+fn wav(path: &Path) -> Result<Sound, Error> {
+    let sound = Sound::open(path)?;
+    match sound.samples() {
+        0 => Err(Error::Model(sd_models::Error::Sound {
+            path: path.to_owned(),
+            reason: "it has no samples".to_owned(),
+        })),
+        _ => Ok(sound),
     }
 }
 
@@ -73,7 +85,7 @@ pub(crate) fn sound(path: &Path, ffmpeg: &Path) -> Result<Sound, Error> {
         .extension()
         .is_some_and(|ending| ending.eq_ignore_ascii_case("wav"));
     if is_wav || !path.is_file() {
-        return Ok(Sound::open(path)?);
+        return wav(path);
     }
     read_sound(ffmpeg, path)?.ok_or_else(|| {
         Error::Model(sd_models::Error::Sound {

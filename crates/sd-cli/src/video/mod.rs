@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::figures::{file_size, peak_resident, seconds, timed};
 use crate::generate::size;
 use crate::json;
+use crate::makes::Makes;
 use crate::preview::Previews;
 use crate::progress::Display;
 use crate::tiny;
@@ -97,6 +98,7 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
         (None, Some(_)) => None,
         (None, None) => Some(tiny::find(tiny::CLIPS)?),
     };
+    Makes::Clips.check(model.as_deref(), &arguments.parts)?;
     let files = arguments.parts.files(model.as_deref());
     let files = arguments.video_parts.add_to(files);
     let builder = VideoPipeline::from_files(files)?;
@@ -121,6 +123,9 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     let (request, read) = timed(|| given::read(arguments, request))?;
 
     let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
+    for adjustment in pipeline.check(&request)? {
+        display.warn(&adjustment.to_string());
+    }
     let mut writing = Writing::default();
     let mut failure = None;
     let made = pipeline.generate_with(&request, &mut display, &mut |made| {
@@ -141,9 +146,6 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     display.report(&Progress::Stage("save"));
     let ((heard, sound_output), save) = timed(|| writing.finish())?;
     display.finish();
-    for adjustment in &made.adjustments {
-        tracing::warn!("{adjustment}");
-    }
 
     let VideoReport {
         width,
@@ -277,6 +279,13 @@ fn check(arguments: &Video) -> Result<(), Error> {
             let reason = format!("at most {most} are possible");
             return refuse(option, format!("({count} files)"), &reason);
         }
+    }
+    if let [sound, ..] = &given.ref_audio[..]
+        && given.ref_image.is_empty()
+        && given.ref_video.is_empty()
+    {
+        let reason = "sound needs a picture (--ref-image) or a clip (--ref-video) beside it";
+        return refuse("ref-audio", sound.display().to_string(), reason);
     }
     let folder = arguments.output.parent();
     let folder = folder.filter(|folder| !folder.as_os_str().is_empty());

@@ -158,8 +158,19 @@ fn a_clip_is_written_as_its_name_says() {
             .starts_with("again.avi: 5 frames of 64x32, 3 steps, seed 0, "),
         "{ended:?}"
     );
-    for part in ["load", "encode", "denoise 2/2", "decode", "save"] {
-        assert!(ended.err.contains(part), "{part} in {ended:?}");
+    // What becomes of the request is said before anything is computed.
+    let mut said = ended.err.as_str();
+    for part in [
+        "load",
+        "5 frames are 0.2 seconds",
+        "encode",
+        "denoise 2/2",
+        "decode",
+        "save",
+    ] {
+        let at = said.find(part);
+        assert!(at.is_some(), "{part} in {ended:?}");
+        said = &said[at.unwrap_or(0)..];
     }
     assert_eq!(
         std::fs::read(at("output.avi")).unwrap(),
@@ -277,6 +288,7 @@ fn what_cannot_be_is_refused() {
     picture(&at("a.png"), 64, 32, 10);
     std::fs::write(at("bad.wav"), b"RIFF, but no sound").unwrap();
     std::fs::write(at("song.mp3"), b"ID3").unwrap();
+    wav(&at("empty.wav"), 16_000, 0);
     std::fs::create_dir(at("there")).unwrap();
     let ten = ["-r", "a.png"].repeat(10);
     for (more, parts) in [
@@ -298,8 +310,23 @@ fn what_cannot_be_is_refused() {
             &["bad.wav", "cannot be read as sound"],
         ),
         (
-            &["--ref-audio", "song.mp3", "--ffmpeg", "no/such"],
+            &[
+                "--ref-audio",
+                "song.mp3",
+                "-r",
+                "a.png",
+                "--ffmpeg",
+                "no/such",
+            ],
             &["song.mp3", "no/such"],
+        ),
+        (
+            &["--ref-audio", "none.wav"],
+            &["--ref-audio none.wav", "--ref-image", "beside it"],
+        ),
+        (
+            &["--ref-audio", "empty.wav", "-r", "a.png"],
+            &["empty.wav", "it has no samples"],
         ),
         (&["--ref-video", "none.mp4"], &["none.mp4", "no video file"]),
         (
@@ -357,6 +384,17 @@ fn the_smallest_budget_of_a_clip_does() {
         folder.path(),
         &["plan", &tiny, "--frames", "5"],
         &["--frames 5", "model of pictures"],
+    );
+    assert_refused(
+        folder.path(),
+        &["video", "-m", &tiny, "-p", "x"],
+        &["model of pictures", "sd generate"],
+    );
+    let clips = repository("models/tiny-minimax-h3");
+    assert_refused(
+        folder.path(),
+        &["generate", "-m", &clips, "-p", "x"],
+        &["model of clips", "sd video"],
     );
 }
 

@@ -241,7 +241,13 @@ pub(crate) fn prepare<'r>(
     check(references)?;
     let numbered = references.iter().zip(1..);
     let prepared = numbered.map(|(reference, number)| {
-        let named = |error: Error| Error::ClipReferences(format!("reference {number}: {error}"));
+        let named = |error: Error| {
+            let reason = match error {
+                Error::ClipReferences(reason) => reason,
+                error => error.to_string(),
+            };
+            Error::ClipReferences(format!("reference {number}: {reason}"))
+        };
         let hear = |sound: &Sound, changes: &mut Vec<Adjustment>| {
             heard(sound, extent, number, changes).map_err(named)
         };

@@ -177,10 +177,16 @@ impl fmt::Display for Adjustment {
                 "{}x{} becomes {}x{}: sides are multiples of {SIZE_MULTIPLE} pixels",
                 asked.0, asked.1, given.0, given.1
             ),
-            Adjustment::Frames { asked, given } => write!(
-                f,
-                "{asked} frames become {given}: the model makes 17 n + 5 of them"
-            ),
+            Adjustment::Frames { asked, given } => {
+                let verb = match asked {
+                    1 => "frame becomes",
+                    _ => "frames become",
+                };
+                write!(
+                    f,
+                    "{asked} {verb} {given}: the model makes 17 n + 5 of them"
+                )
+            }
             Adjustment::Untrained { frames } => write!(
                 f,
                 "{frames} frames are {:.1} seconds; the model was trained for {} to {}",
