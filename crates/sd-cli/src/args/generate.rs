@@ -23,12 +23,6 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten, next_help_heading = "Pictures that the prompt is about")]
-    pub(crate) references: References,
-
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
-
     /// Width in pixels, rounded down to a multiple of 32 [default: that of the last reference picture, or the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) width: Option<usize>,
@@ -40,9 +34,6 @@ pub(crate) struct Generate {
     /// Number of steps, from 1 to 1000.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) steps: Option<usize>,
-
-    #[command(flatten, next_help_heading = "Sampling")]
-    pub(crate) sampling: Sampling,
 
     /// Leave out calls of the model whose answer is estimated to change by less than this part: 0.05 hardly changes a picture,
     /// 0.2 shows [default: 0, none].
@@ -86,18 +77,6 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) vae_tile: Option<usize>,
 
-    #[command(flatten, next_help_heading = "Previews")]
-    pub(crate) preview: Preview,
-
-    #[command(flatten, next_help_heading = "Devices and memory")]
-    pub(crate) resources: Resources,
-
-    #[command(flatten, next_help_heading = "Types of weights")]
-    pub(crate) weights: Weights,
-
-    #[command(flatten, next_help_heading = "Options of single models")]
-    pub(crate) options: Model,
-
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
@@ -110,6 +89,28 @@ pub(crate) struct Generate {
     /// Print one report in JSON on standard output: sizes, seconds per stage, bytes, and all pictures.
     #[arg(long)]
     pub(crate) json: bool,
+
+    // Groups come last: a heading holds for all that follows.
+    #[command(flatten, next_help_heading = "Pictures that the prompt is about")]
+    pub(crate) references: References,
+
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) parts: Parts,
+
+    #[command(flatten, next_help_heading = "Sampling")]
+    pub(crate) sampling: Sampling,
+
+    #[command(flatten, next_help_heading = "Previews")]
+    pub(crate) preview: Preview,
+
+    #[command(flatten, next_help_heading = "Devices and memory")]
+    pub(crate) resources: Resources,
+
+    #[command(flatten, next_help_heading = "Types of weights")]
+    pub(crate) weights: Weights,
+
+    #[command(flatten, next_help_heading = "Options of single models")]
+    pub(crate) options: Model,
 }
 
 /// Pictures that the prompt is about.

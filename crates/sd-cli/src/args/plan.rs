@@ -14,12 +14,6 @@ pub(crate) struct Plan {
     #[arg(value_name = "MODEL", required_unless_present = "transformer")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
-
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) video_parts: VideoParts,
-
     /// Width in pixels [default: the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) width: Option<usize>,
@@ -52,6 +46,17 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) ref_size: Option<usize>,
 
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    // Groups come last: a heading holds for all that follows.
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) parts: Parts,
+
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) video_parts: VideoParts,
+
     #[command(flatten, next_help_heading = "Devices and memory")]
     pub(crate) resources: Resources,
 
@@ -60,10 +65,6 @@ pub(crate) struct Plan {
 
     #[command(flatten, next_help_heading = "Options of single models")]
     pub(crate) options: Model,
-
-    /// Print JSON on standard output.
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 fn dimensions(text: &str) -> Result<(u32, u32), String> {

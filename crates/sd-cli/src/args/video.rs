@@ -20,15 +20,6 @@ pub(crate) struct Video {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    #[command(flatten, next_help_heading = "What the clip is made from")]
-    pub(crate) given: Given,
-
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
-
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) video_parts: VideoParts,
-
     /// Width in pixels, brought to a multiple of 32 [default: by the aspect of the first or last frame, or the model's].
     #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) width: Option<usize>,
@@ -59,12 +50,6 @@ pub(crate) struct Video {
     #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
     pub(crate) rng: Rng,
 
-    #[command(flatten, next_help_heading = "Devices and memory")]
-    pub(crate) resources: Resources,
-
-    #[command(flatten, next_help_heading = "Types of weights")]
-    pub(crate) weights: Weights,
-
     /// Threads that compute on the processor [default: as many as there are].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
@@ -82,6 +67,22 @@ pub(crate) struct Video {
     /// Print one report in JSON on standard output: sizes, what was adjusted, seconds per stage, and bytes.
     #[arg(long)]
     pub(crate) json: bool,
+
+    // Groups come last: a heading holds for all that follows.
+    #[command(flatten, next_help_heading = "What the clip is made from")]
+    pub(crate) given: Given,
+
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) parts: Parts,
+
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) video_parts: VideoParts,
+
+    #[command(flatten, next_help_heading = "Devices and memory")]
+    pub(crate) resources: Resources,
+
+    #[command(flatten, next_help_heading = "Types of weights")]
+    pub(crate) weights: Weights,
 }
 
 /// What a clip is made from beside the prompt.
