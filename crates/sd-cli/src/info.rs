@@ -213,7 +213,7 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
         (Some(class), Some(true)) => writeln!(out, "{}: {class}", report.path)?,
         (Some(class), _) => writeln!(
             out,
-            "{}: {class} (not supported by sd generate)",
+            "{}: {class} (not supported by sd generate or sd video)",
             report.path
         )?,
         (None, _) => writeln!(out, "{}", report.path)?,
