@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sd_backend::{Backend, DType, Mapping, Residence};
+use sd_backend::{Backend, DType, DeviceKind, Mapping, Residence};
 use sd_graph::{
     Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Reporter,
     Scope, Weights,
@@ -67,6 +67,19 @@ impl<M> Half<M> {
             module,
             weights: Weights::new(checkpoint.clone(), params),
         })
+    }
+
+    /// Bytes of its weights as they lie on the device of `backend`, and the most that are taken beside them while they are loaded or
+    /// `computing` bytes are.
+    fn need(&self, backend: &Backend, computing: u64) -> Result<(u64, u64)> {
+        let device = backend.device();
+        let own = &self.weights;
+        let cost = own.cost(device, Residence::Device, own.mapping())?;
+        let beside = match device.kind() {
+            DeviceKind::Cpu => computing.max(cost.staging),
+            _ => computing,
+        };
+        Ok((cost.resident(), beside))
     }
 
     fn bring(
@@ -162,7 +175,7 @@ impl SoundVae {
         let pieces = Pieces::new(count.max(1), DECODED, self.config.decoder_reach());
         let estimate = Estimate::of(backend, |g| self.decoding(g, pieces.length))?;
         let bytes = estimate.compute_bytes + estimate.constant_bytes;
-        Ok((self.decoder.weights.bytes(), bytes))
+        self.decoder.need(backend, bytes)
     }
 
     /// Bytes that encoding so many samples of each channel takes on the device of `backend`: of weights, and beside them.
@@ -176,7 +189,7 @@ impl SoundVae {
         let attention = Estimate::of(backend, |g| self.narrowing(g, count))?;
         let bytes = |estimate: Estimate| estimate.compute_bytes + estimate.constant_bytes;
         let most = bytes(convolutions).max(bytes(attention));
-        Ok((self.encoder.weights.bytes(), most))
+        self.encoder.need(backend, most)
     }
 
     fn decoding(&self, g: Graph<'_>, length: usize) {
