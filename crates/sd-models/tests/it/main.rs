@@ -15,6 +15,7 @@ mod fixtures;
 #[allow(dead_code, reason = "what other tests need is not needed here")]
 mod gguf_file;
 mod h3_denoise;
+mod h3_files;
 mod h3_memory;
 mod h3_pipeline;
 mod h3_published;
