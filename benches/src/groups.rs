@@ -361,7 +361,12 @@ impl Harness<'_> {
             }
             self.add(case);
         }
-        let found = peers::step(&self.arguments.peers, self.folder, group, self.device);
+        let found = peers::step(
+            &self.arguments.peers.diffusers,
+            self.folder,
+            group,
+            self.device,
+        );
         self.heard(found);
         if group == Group::Step {
             let cases: Vec<Value> = last["cases"].as_array().cloned().unwrap_or_default();
@@ -415,7 +420,7 @@ impl Harness<'_> {
             }
             self.add(case);
             let found = peers::vae(
-                &self.arguments.peers,
+                &self.arguments.peers.diffusers,
                 &self.folder.join("vae"),
                 self.device,
                 &name,

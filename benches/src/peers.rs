@@ -1,5 +1,6 @@
 //! Other programs with the same shapes in the same run: diffusers by the scripts in `peers/`, which this program carries with it,
 //! and stable-diffusion.cpp by its command line.
+#![allow(clippy::print_stdout)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,10 +16,10 @@ use crate::results::{Peer, median};
 /// What peers took, or why that is not known.
 pub type Found = Result<Vec<Peer>>;
 
-/// Which other programs there are.
+/// Whether to measure diffusers, and by which Python.
 #[derive(Debug, Clone, Args)]
-pub struct Peers {
-    /// Measure diffusers too, in groups that it has: step, prefix, decode.
+pub struct Diffusers {
+    /// Measure diffusers too, where it has the same: groups step, prefix, decode.
     #[arg(long)]
     pub peers: bool,
     /// A Python with diffusers, for --peers.
@@ -27,6 +28,14 @@ pub struct Peers {
     /// Type that diffusers computes in: float32, bfloat16, float16. What suits the device unless given.
     #[arg(long, value_name = "TYPE")]
     pub peer_type: Option<String>,
+}
+
+/// Which other programs there are.
+#[derive(Debug, Clone, Args)]
+pub struct Peers {
+    /// diffusers.
+    #[command(flatten)]
+    pub diffusers: Diffusers,
     /// The command of stable-diffusion.cpp, for the group step.
     #[arg(long, value_name = "PROGRAM")]
     pub sd_cpp: Option<PathBuf>,
@@ -41,10 +50,11 @@ pub struct Peers {
 }
 
 const STEP: &str = include_str!("../peers/step.py");
+const H3_STEP: &str = include_str!("../peers/h3_step.py");
 const VAE: &str = include_str!("../peers/vae.py");
 
 /// Runs a script of ours on what was left in `folder`, and returns what it printed.
-fn script(peers: &Peers, text: &str, folder: &Path, device: Device) -> Result<String> {
+fn script(peers: &Diffusers, text: &str, folder: &Path, device: Device) -> Result<String> {
     let path = folder.join("peer.py");
     std::fs::write(&path, text)?;
     let on_cuda = device.to_string().starts_with("CUDA");
@@ -78,21 +88,54 @@ fn output(command: &mut Command) -> Result<String> {
 ///
 /// # Errors
 /// A Python or packages that are not there, or that fail.
-pub fn step(peers: &Peers, folder: &Path, group: Group, device: Device) -> Found {
+pub fn step(peers: &Diffusers, folder: &Path, group: Group, device: Device) -> Found {
     if !peers.peers {
         return Ok(Vec::new());
     }
-    let what = || format!("{}, diffusers", group.name());
-    script(peers, STEP, folder, device).with_context(what)?;
+    calls(peers, STEP, folder, device, (group.name(), step_name))
+}
+
+/// What diffusers takes for what `h3-step` left in `folder`.
+///
+/// # Errors
+/// As for [`step`].
+pub fn h3_step(peers: &Diffusers, folder: &Path, device: Device) -> Found {
+    if !peers.peers {
+        return Ok(Vec::new());
+    }
+    let name = |case: &Value| case["name"].as_str().unwrap_or_default().to_owned();
+    calls(
+        peers,
+        H3_STEP,
+        folder,
+        device,
+        (crate::h3_step::GROUP, name),
+    )
+}
+
+/// Runs a script that compares calls, and returns those of its `peer.json`.
+fn calls(
+    peers: &Diffusers,
+    text: &str,
+    folder: &Path,
+    device: Device,
+    (group, name): (&str, fn(&Value) -> String),
+) -> Found {
+    let what = || format!("{group}, diffusers");
+    print!(
+        "{}",
+        script(peers, text, folder, device).with_context(what)?
+    );
     let text = std::fs::read_to_string(folder.join("peer.json")).with_context(what)?;
     let found: Value = serde_json::from_str(&text)?;
     let peer = |case: &Value| {
         Ok(Peer {
             program: "diffusers".to_owned(),
-            group: group.name().to_owned(),
-            name: step_name(case),
+            group: group.to_owned(),
+            name: name(case),
             dtype: found["type"].as_str().map(str::to_owned),
             seconds: case["peer_seconds"].as_f64().context("peer_seconds")?,
+            processor_seconds: case["peer_processor_seconds"].as_f64(),
             peak_bytes: case["peer_bytes"].as_u64().filter(|&bytes| bytes > 0),
             error: case["error"].as_f64(),
         })
@@ -105,7 +148,7 @@ pub fn step(peers: &Peers, folder: &Path, group: Group, device: Device) -> Found
 ///
 /// # Errors
 /// As for [`step`].
-pub fn vae(peers: &Peers, folder: &Path, device: Device, name: &str) -> Found {
+pub fn vae(peers: &Diffusers, folder: &Path, device: Device, name: &str) -> Found {
     if !peers.peers {
         return Ok(Vec::new());
     }
@@ -119,6 +162,7 @@ pub fn vae(peers: &Peers, folder: &Path, device: Device, name: &str) -> Found {
         name: name.to_owned(),
         dtype: found["type"].as_str().map(str::to_owned),
         seconds: found["seconds"].as_f64().with_context(what)?,
+        processor_seconds: None,
         peak_bytes: found["peak_bytes"].as_u64(),
         error: found["error_of_sd"].as_f64(),
     }])
@@ -161,6 +205,7 @@ pub fn sd_cpp(peers: &Peers, folder: &Path, threads: usize, cases: &[Value]) -> 
             name: step_name(case),
             dtype: None,
             seconds: median(&runs) / STEPS as f64,
+            processor_seconds: None,
             peak_bytes: None,
             error: None,
         });

@@ -74,6 +74,9 @@ pub struct Case {
     pub parameters: BTreeMap<String, Value>,
     /// Seconds of one run.
     pub seconds: Seconds,
+    /// The median of processor time over all threads, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processor_seconds: Option<f64>,
     /// The most bytes that the ledger held on the device, by kind, and `total` of them at once.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub peak_bytes: BTreeMap<String, u64>,
@@ -109,6 +112,9 @@ pub struct Peer {
     pub dtype: Option<String>,
     /// Seconds of one run, the median.
     pub seconds: f64,
+    /// The same of processor time over all threads, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processor_seconds: Option<f64>,
     /// The most bytes that it says it held; none where it does not count them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<u64>,
@@ -201,6 +207,7 @@ impl Case {
             name: name.into(),
             parameters: BTreeMap::new(),
             seconds,
+            processor_seconds: None,
             peak_bytes: BTreeMap::new(),
             counts: BTreeMap::new(),
         }

@@ -284,7 +284,7 @@ impl Inputs {
 }
 
 /// Processor time that this process has used, all threads together, in steps of a hundredth; 0 elsewhere than on Linux.
-fn processor_seconds() -> f64 {
+pub(crate) fn processor_seconds() -> f64 {
     let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     // Behind the name, which is in brackets, `utime` and `stime` are numbers 12 and 13 of what follows.
     let fields = text.rsplit(')').next().unwrap_or_default().split(' ');
@@ -292,7 +292,7 @@ fn processor_seconds() -> f64 {
     ticks.sum::<f64>() / 100.0
 }
 
-fn write(path: &Path, values: &[f32]) -> Result<()> {
+pub(crate) fn write(path: &Path, values: &[f32]) -> Result<()> {
     let bytes: Vec<u8> = values
         .iter()
         .flat_map(|value| value.to_le_bytes())

@@ -1,10 +1,10 @@
-//! The transformer of Qwen-Image 2.1 as published, with random weights that are made on the spot.
+//! Transformers as published, with random weights that are made on the spot.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use sd_models::qwen_image_2_1::TransformerConfig;
 
 /// The published shape, with so many blocks (32 are published).
@@ -55,13 +55,82 @@ pub fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<(
         tensors.push((name("img_mlp.gate_layer"), vec![inner, dim]));
         tensors.push((name("img_mlp.out"), vec![dim, inner]));
     }
+    let tensors = tensors.into_iter().map(|(name, shape)| Written {
+        name: format!("{name}.weight"),
+        shape,
+        fill: Fill::Around(-7),
+    });
+    write_file(path, &tensors.collect::<Vec<_>>())
+}
+
+/// Writes a folder as diffusers has it with the published MiniMax H3 transformer, of which 50 blocks are published. A checkpoint of
+/// as many bytes that is there is kept.
+pub fn write_h3(folder: &Path, blocks: usize) -> Result<()> {
+    let text =
+        include_str!("../../crates/sd-models/tests/fixtures/published/minimax_h3_transformer.json");
+    let mut table: serde_json::Value = serde_json::from_str(text)?;
+    table["config"]["num_layers"] = blocks.into();
+    let mut tensors = Vec::new();
+    for (name, shape) in table["tensors"].as_object().context("no tensors")? {
+        let block = name.strip_prefix("transformer_blocks.");
+        let block = block.and_then(|name| name.split('.').next()?.parse().ok());
+        if block.is_some_and(|block: usize| block >= blocks) {
+            continue;
+        }
+        tensors.push(Written {
+            name: name.clone(),
+            shape: serde_json::from_value(shape.clone())?,
+            fill: match () {
+                () if name.contains("norm") && !name.contains("linear") => Fill::Ones,
+                // What gates let through then matters, and differs between text, sound and video.
+                () if name.contains("adaln_proj") && name.ends_with("bias") => Fill::Around(-2),
+                // Times then matter.
+                () if name.starts_with("time_embedder") => Fill::Around(-5),
+                () => Fill::Around(-7),
+            },
+        });
+    }
+    std::fs::create_dir_all(folder)?;
+    std::fs::write(folder.join("config.json"), table["config"].to_string())?;
+    write_file(&folder.join(H3_FILE), &tensors)
+}
+
+/// The checkpoint in a folder of diffusers.
+pub const H3_FILE: &str = "diffusion_pytorch_model.safetensors";
+
+/// A tensor that is made.
+struct Written {
+    name: String,
+    shape: Vec<usize>,
+    fill: Fill,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fill {
+    Ones,
+    /// Of both signs, from two to this power up to twice that.
+    Around(i16),
+}
+
+impl Fill {
+    /// A number in BF16 from 16 random bits.
+    fn number(self, random: u16) -> u16 {
+        match self {
+            Fill::Ones => 0x3f80,
+            Fill::Around(power) => (random & 0x807f) | ((127 + power).unsigned_abs() << 7),
+        }
+    }
+}
+
+/// Writes tensors in BF16; a file of as many bytes that is there is kept.
+fn write_file(path: &Path, tensors: &[Written]) -> Result<()> {
     let mut offset = 0;
     let mut header = serde_json::Map::new();
-    for (name, shape) in tensors {
+    for Written { name, shape, .. } in tensors {
         let end = offset + shape.iter().product::<usize>() * 2;
         let entry =
             serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]});
-        header.insert(format!("{name}.weight"), entry);
+        header.insert(name.clone(), entry);
         offset = end;
     }
     let mut header = serde_json::to_vec(&header)?;
@@ -75,19 +144,33 @@ pub fn write(path: &Path, config: &TransformerConfig, blocks: usize) -> Result<(
     let mut file = BufWriter::with_capacity(1 << 22, File::create(&part)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;
     file.write_all(&header)?;
-    let mut state = 1_u32;
-    // Numbers around 1/64 of both signs, 32 MiB of them again and again.
-    let block: Vec<u8> = (0..16 << 20)
-        .flat_map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (((state >> 16) as u16 & 0x807f) | 0x3c00).to_le_bytes()
-        })
-        .collect();
-    while offset > 0 {
-        let part = offset.min(block.len());
-        file.write_all(&block[..part])?;
-        offset -= part;
+    // 32 MiB of each kind of numbers, again and again: a tensor goes on where the one before ended.
+    let mut blocks: Vec<(Fill, Vec<u8>)> = Vec::new();
+    let mut at = 0;
+    for Written { shape, fill, .. } in tensors {
+        if !blocks.iter().any(|(other, _)| other == fill) {
+            blocks.push((*fill, block(*fill)));
+        }
+        let found = blocks.iter().find(|(other, _)| other == fill);
+        let (_, block) = found.context("no block")?;
+        let mut left = shape.iter().product::<usize>() * 2;
+        while left > 0 {
+            let end = block.len().min(at + left);
+            file.write_all(&block[at..end])?;
+            left -= end - at;
+            at = end % block.len();
+        }
     }
     file.flush()?;
     Ok(std::fs::rename(part, path)?)
+}
+
+fn block(fill: Fill) -> Vec<u8> {
+    let mut state = 1_u32;
+    (0..16 << 20)
+        .flat_map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            fill.number((state >> 16) as u16).to_le_bytes()
+        })
+        .collect()
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use sd_benches::results::Results;
-use sd_benches::{conv, groups, memory, plot, quality, step, stream, table, vae};
+use sd_benches::{conv, groups, h3_step, memory, plot, quality, step, stream, table, vae};
 
 /// Measures the engine, and judges nothing: the exit code says whether it could be measured.
 #[derive(Debug, Parser)]
@@ -39,6 +39,8 @@ struct CommandLine {
 enum Question {
     /// What one call of the published transformer takes.
     Step(step::Arguments),
+    /// What a step of the published MiniMax H3 transformer takes, and what comes before the first.
+    H3Step(h3_step::Arguments),
     /// What streaming weights costs.
     Stream(stream::Arguments),
     /// What a VAE of a published shape takes.
@@ -55,6 +57,7 @@ fn main() -> Result<()> {
     let arguments = CommandLine::parse();
     match &arguments.question {
         Some(Question::Step(arguments)) => step::run(arguments).map(drop),
+        Some(Question::H3Step(arguments)) => h3_step::run(arguments).map(drop),
         Some(Question::Stream(arguments)) => stream::run(arguments),
         Some(Question::Vae(arguments)) => vae::run(arguments).map(drop),
         Some(Question::Conv(arguments)) => conv::run(arguments),

@@ -103,7 +103,7 @@ fn the_middle_run_counts() {
 fn steps_of_stable_diffusion_cpp_are_read_from_its_log() {
     use std::os::unix::fs::PermissionsExt;
 
-    use sd_benches::peers::{Peers, sd_cpp};
+    use sd_benches::peers::{Diffusers, Peers, sd_cpp};
     use serde_json::json;
 
     let folder = tempfile::tempdir().unwrap();
@@ -116,9 +116,11 @@ fn steps_of_stable_diffusion_cpp_are_read_from_its_log() {
         std::fs::write(&path, text).unwrap();
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
         let peers = Peers {
-            peers: false,
-            python: PathBuf::new(),
-            peer_type: None,
+            diffusers: Diffusers {
+                peers: false,
+                python: PathBuf::new(),
+                peer_type: None,
+            },
             sd_cpp: Some(path),
             sd_cpp_model: Some("--diffusion-model a.gguf".to_owned()),
         };
