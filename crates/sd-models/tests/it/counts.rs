@@ -12,12 +12,14 @@ use sd_graph::{
     Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, RunnerCache,
     Weights,
 };
+use sd_models::minimax_h3::{self, Conditions, Denoiser, Noisy, QkvOrder, Stage, Tag};
 use sd_models::qwen_image_2_1::{
     Layout, Prefix, Segment, Transformer, TransformerConfig, timestep_embedding,
 };
+use sd_models::rope::{H3Clip, Size};
 use sd_models::{Pipeline, PrefixCache, Request};
 
-use crate::fixtures::tiny;
+use crate::fixtures::{folder, tiny};
 
 /// What one step added to the device's counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -259,4 +261,51 @@ fn of_a_step_of_the_pipeline() {
         println!("{prefix:?}: {step:?}");
         assert_eq!(step, expected, "{prefix:?}");
     }
+}
+
+/// A step of the MiniMax H3 fixture, three blocks: 42 rows of video of 32 numbers and 18 of sound of 16 go in and come out, and which
+/// times they have goes in. Text and modulations are there from before.
+#[test]
+fn of_a_step_of_minimax_h3() {
+    let fake = FakeDevice::new(FakeOptions::default());
+    let mut backend = backend(fake.device(), &Ledger::default());
+    let (cancel, quiet) = (Cancel::new(), &mut |_: &Progress| {});
+    let at = folder("minimax_h3_transformer");
+    let options = LoadOptions::default();
+    let mut model = Denoiser::open(&at, QkvOrder::Stacked, &[], &options).unwrap();
+    model.load(&backend, &cancel, quiet).unwrap();
+    let clip = H3Clip {
+        frames: 7,
+        latents: Size::new(4, 6),
+        sound: 9,
+    };
+    let conditions = Conditions::Keyframes(Vec::new());
+    let layout = minimax_h3::Layout::new(vec![Tag::Text; 6], conditions, clip).unwrap();
+    let times = minimax_h3::Layout::times(0.35, 0.6);
+    let text = vec![0.5; 6 * model.config().text_dim];
+    let prepared = model.prepare(&mut backend, &text, &times, &cancel, quiet);
+    let (prepared, _) = prepared.unwrap();
+    let noisy = Noisy {
+        video: &[0.5; 42 * 32],
+        sound: &[0.5; 18 * 16],
+        times: [0.35, 0.6],
+    };
+    let mut step = |backend: &mut Backend| {
+        let made = model.velocity(backend, &layout, &prepared, noisy, &cancel, quiet);
+        assert!(made.unwrap().video.iter().all(|value| value.is_finite()));
+    };
+    step(&mut backend);
+    let before = fake.counts();
+    (0..3).for_each(|_| step(&mut backend));
+    let found = Step::since(before, fake.counts(), 3);
+    let estimate = model.estimate(Stage::Steps, &backend, &layout, times.len());
+    let nodes = estimate.unwrap().nodes;
+    println!("{nodes} nodes, {found:?}");
+    let expected = Step {
+        graphs: 1,
+        allocations: 0,
+        uploaded: 6544,
+        downloaded: 6528,
+    };
+    assert_eq!((nodes, found), (276, expected));
 }
