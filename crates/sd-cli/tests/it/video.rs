@@ -424,7 +424,13 @@ fn ffmpeg_writes_and_reads_clips_with_sound() {
             assert_ne!(at("again.avi"), at("heard.avi"), "{output}");
         }
     }
-    let words = command(&small(&["--ref-audio", "clip.gif"]));
+    // Beside a clip, since a sound alone is refused before it is read.
+    let words = command(&small(&[
+        "--ref-video",
+        "clip.avi",
+        "--ref-audio",
+        "clip.gif",
+    ]));
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     assert_refused(folder.path(), &words, &["clip.gif", "there is none in it"]);
     std::fs::write(folder.path().join("bad.mp4"), "no video").unwrap();
