@@ -116,8 +116,10 @@ impl VideoVae {
         let checkpoint = part_in(&whole, &VIDEO_VAE)?.select(&whole)?;
         let config = match path.is_file() {
             true if !beside.is_file() => Config::of(&checkpoint)?,
-            // What stands beside a single file may be about another.
-            true => Config::read(&beside).or_else(|_| Config::of(&checkpoint))?,
+            // What stands beside a single file may be about another; where the file says nothing itself, its fault is told.
+            true => {
+                Config::read(&beside).or_else(|told| Config::of(&checkpoint).map_err(|_| told))?
+            }
             false => Config::read(&beside)?,
         };
         VideoVae::from_checkpoint(&checkpoint, config, options)
