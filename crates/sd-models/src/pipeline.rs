@@ -3,9 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sd_backend::{
-    Backend, BackendOptions, Component, Device, Mapping, MemoryReport, Residence, Seat,
-};
+use sd_backend::{Backend, BackendOptions, Component, Device, MemoryReport, Seat};
 use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Relief, Reporter, with_relief};
 
 use crate::builder::{MAIN, PipelineBuilder, seat};
@@ -339,20 +337,13 @@ impl Pipeline {
         own: &[&Condition],
         progress: &mut dyn Reporter,
     ) -> Result<Canvas> {
-        let held: Vec<(Device, u64)> = self
-            .seating
-            .devices
-            .iter()
-            .map(|need| (need.device, self.held_on(need.device)))
-            .collect();
+        let noted = self.seating.held(&|device| self.held_on(device));
         let held = |device| {
-            let mut held = held.iter();
-            let bytes = held.find(|(found, _)| *found == device);
             let kept: u64 = own
                 .iter()
                 .map(|condition| condition.prefix_bytes(device))
                 .sum();
-            bytes.map_or(0, |(_, bytes)| *bytes) + kept
+            noted(device) + kept
         };
         let (model, wishes) = (&self.model, &self.wishes);
         let (mut seating, mut canvas) =
@@ -367,17 +358,7 @@ impl Pipeline {
                 Seating::find_largest(model, wishes, &mut self.backends, scene, held)?;
         }
         seating.check(self.backends.ledger())?;
-        let stays = |seats: &[Seat]| -> Vec<bool> {
-            seats
-                .iter()
-                .map(|seat| seat.residence == Residence::Device)
-                .collect()
-        };
-        let (was, is) = (stays(&self.seating.seats), stays(&seating.seats));
-        // Nothing that fits is moved: what stays may go, and what is mapped may be read, never the other way.
-        let moves = was.iter().zip(&is).any(|(was, is)| *was && !is);
-        let unmaps = seating.mapping == Mapping::Never && self.seating.mapping != Mapping::Never;
-        if moves || unmaps {
+        if self.seating.gives_way_to(&seating) {
             for component in IN_ORDER {
                 self.model.evict(component);
             }
@@ -394,12 +375,7 @@ impl Pipeline {
             for (seat, component) in seating.seats.iter().zip(IN_ORDER) {
                 self.model.weights_mut(component).stream(seat.is_streamed);
             }
-            for (kept, found) in self.seating.seats.iter_mut().zip(&seating.seats) {
-                kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
-            }
-            self.seating.readers = seating.readers;
-            self.seating.devices = seating.devices;
-            self.seating.prefix = seating.prefix;
+            self.seating.settle(seating);
         }
         Ok(canvas)
     }

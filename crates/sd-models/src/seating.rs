@@ -366,6 +366,35 @@ impl Seating {
             .map(|seat| seat.device)
     }
 
+    /// What `held_on` says of each device, noted for when its owner is borrowed otherwise; 0 for others.
+    pub(crate) fn held(&self, held_on: &dyn Fn(Device) -> u64) -> impl Fn(Device) -> u64 + use<> {
+        let devices = self.devices.iter().map(|need| need.device);
+        let noted: Vec<(Device, u64)> = devices.map(|device| (device, held_on(device))).collect();
+        move |device| {
+            let found = noted.iter().find(|(noted, _)| *noted == device);
+            found.map_or(0, |(_, bytes)| *bytes)
+        }
+    }
+
+    /// Whether what `found` says needs weights to leave where they are. Nothing that fits is moved: what stays may go, and what is
+    /// mapped may be read, never the other way.
+    pub(crate) fn gives_way_to(&self, found: &Seating) -> bool {
+        let stays = |seat: &Seat| seat.residence == Residence::Device;
+        let mut seats = self.seats.iter().zip(&found.seats);
+        seats.any(|(was, is)| stays(was) && !stays(is))
+            || (found.mapping == Mapping::Never && self.mapping != Mapping::Never)
+    }
+
+    /// Leaves things where they are, and takes over from `found` what they need, and whether they stream for it.
+    pub(crate) fn settle(&mut self, found: Seating) {
+        for (kept, found) in self.seats.iter_mut().zip(&found.seats) {
+            kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
+        }
+        self.readers = found.readers;
+        self.devices = found.devices;
+        self.prefix = found.prefix;
+    }
+
     /// Adds to memory that ran out which budget would do.
     pub(crate) fn explain(&self, error: Error) -> Error {
         let Error::Engine(engine) = &error else {

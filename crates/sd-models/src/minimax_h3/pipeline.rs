@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use sd_backend::{BackendOptions, Component, Device, Mapping, MemoryReport, Residence, Seat};
+use sd_backend::{BackendOptions, Component, Device, MemoryReport, Seat};
 use sd_graph::{Cancel, LoadOptions, LoadReport, Reporter};
 
 use super::builder::{VideoPipelineBuilder, seat};
@@ -294,17 +294,7 @@ impl VideoPipeline {
     /// would do.
     fn make_room(&mut self, work: &Work<'_>, progress: &mut dyn Reporter) -> Result<()> {
         let is_other = self.diffusion.choose(work.task)?;
-        let held: Vec<(Device, u64)> = self
-            .seating
-            .devices
-            .iter()
-            .map(|need| (need.device, self.held_on(need.device)))
-            .collect();
-        let held = |device| {
-            let mut held = held.iter();
-            let bytes = held.find(|(found, _)| *found == device);
-            bytes.map_or(0, |(_, bytes)| *bytes)
-        };
+        let held = self.seating.held(&|device| self.held_on(device));
         let scene = Scene {
             prompt: &work.tokens.parts,
             subjects: &work.outlines,
@@ -315,11 +305,7 @@ impl VideoPipeline {
         let parts = (&self.readers, &self.diffusion);
         let seating = find(parts, &self.wishes, &mut self.backends, scene, held)?;
         seating.check(self.backends.ledger())?;
-        let stays = |seat: &Seat| seat.residence == Residence::Device;
-        let mut seats = self.seating.seats.iter().zip(&seating.seats);
-        let moves = seats.any(|(was, is)| stays(was) && !stays(is));
-        let unmaps = seating.mapping == Mapping::Never && self.seating.mapping != Mapping::Never;
-        if is_other || moves || unmaps {
+        if is_other || self.seating.gives_way_to(&seating) {
             for component in IN_ORDER {
                 evict(&mut self.readers, component);
             }
@@ -344,11 +330,7 @@ impl VideoPipeline {
                     Component::Vae => self.readers.vae.stream(is_streamed),
                 }
             }
-            for (kept, found) in self.seating.seats.iter_mut().zip(&seating.seats) {
-                kept.is_streamed = found.is_streamed && kept.residence != Residence::Device;
-            }
-            self.seating.readers = seating.readers;
-            self.seating.devices = seating.devices;
+            self.seating.settle(seating);
         }
         let is_streamed = self.is_streamed(Component::Diffusion);
         let weights = self.diffusion.current_mut().weights_mut(Stage::Preparation);
