@@ -134,11 +134,9 @@ impl Lowering<'_> {
                     let (a, b) = (self.whole(a)?, self.whole(b)?);
                     sys::ggml_concat(ctx, a.as_ptr(), b.as_ptr(), node.shape.ggml_axis(axis))
                 }
-                (Op::Rows, &[table, index]) => sys::ggml_get_rows(
-                    ctx,
-                    self.whole(table)?.as_ptr(),
-                    self.whole(index)?.as_ptr(),
-                ),
+                (Op::Rows, &[table, index]) => {
+                    sys::ggml_get_rows(ctx, self.rows(table)?.as_ptr(), self.whole(index)?.as_ptr())
+                }
                 (
                     &Op::Conv2d {
                         stride,

@@ -76,7 +76,19 @@ impl RmsNorm {
     /// Applies the norm.
     #[track_caller]
     pub fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
-        x.rms_norm(self.eps) * x.graph().param(&self.weight)
+        self.scale(self.unscaled(x))
+    }
+
+    /// The norm without its weight.
+    #[track_caller]
+    pub fn unscaled<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        x.rms_norm(self.eps)
+    }
+
+    /// `x` times the weight.
+    #[track_caller]
+    pub fn scale<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+        x * x.graph().param(&self.weight)
     }
 
     /// Applies the norm with a weight that the checkpoint stores less one.

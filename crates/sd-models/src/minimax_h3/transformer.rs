@@ -168,10 +168,14 @@ impl Block {
             gate_ff,
         ] = table.chunk(1);
         let each = |table: Tensor<'g>| table.rows(of_rows);
+        // Scales are made whole in the small table, before they become one for each row.
+        let modulated = |norm: &RmsNorm, x: Tensor<'g>, shift, scale: Tensor<'g>| {
+            each(norm.scale(scale + 1.0)) * norm.unscaled(x) + each(shift)
+        };
 
-        let seen = self.norm1.forward(x) * each(scale_attn + 1.0) + each(shift_attn);
+        let seen = modulated(&self.norm1, x, shift_attn, scale_attn);
         let x = x + self.attn.forward(seen, Some(rope)) * each(gate_attn);
-        let seen = self.norm2.forward(x) * each(scale_ff + 1.0) + each(shift_ff);
+        let seen = modulated(&self.norm2, x, shift_ff, scale_ff);
         x + self.ff.forward(seen) * each(gate_ff)
     }
 }

@@ -307,5 +307,5 @@ fn of_a_step_of_minimax_h3() {
         uploaded: 6544,
         downloaded: 6528,
     };
-    assert_eq!((nodes, found), (276, expected));
+    assert_eq!((nodes, found), (264, expected));
 }

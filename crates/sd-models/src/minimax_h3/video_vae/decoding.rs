@@ -1,5 +1,6 @@
 //! Latents of any length to frames, seven latent frames at a time.
 
+use rayon::prelude::*;
 use sd_backend::Backend;
 use sd_graph::{Cancel, Estimate, PlanCache, Progress, Reporter};
 
@@ -73,8 +74,9 @@ impl<'v> Decoding<'v> {
         let tiles = self.rows.count() * self.columns.count();
         let mut left = config.frames(latents.frames);
         let mut emit = |values: &mut [f32], side: usize| -> Result<(), E> {
-            for picture in values.chunks_exact_mut(side.max(1)).take(left) {
-                to_pixels(picture);
+            let side = side.max(1);
+            values.par_chunks_exact_mut(side).for_each(to_pixels);
+            for picture in values.chunks_exact(side).take(left) {
                 frame(picture)?;
                 left -= 1;
             }
@@ -122,13 +124,27 @@ impl<'v> Decoding<'v> {
         let shown: Vec<usize> = (before..own).chain(own + before..made).collect();
         let (rows, columns) = (self.rows.scaled(scale), self.columns.scaled(scale));
         let mut mosaic = Mosaic::new(3 * shown.len(), &rows, &columns);
-        for row in 0..rows.count() {
-            for column in 0..columns.count() {
-                let tokens = self.tokens(latents, start, (row, column));
-                let pixels = self.run_tile(backend, &tokens, cancel, progress)?;
-                mosaic.add((row, column), &self.planes(&pixels, &shown));
-                told(progress);
-            }
+        let piece = self.piece();
+        let mut add =
+            |place, pixels: &[f32]| mosaic.add(place, &planes(config, piece, pixels, &shown));
+        let mut made: Option<(_, Vec<f32>)> = None;
+        let places = (0..rows.count() * columns.count())
+            .map(|tile| (tile / columns.count(), tile % columns.count()));
+        for place in places {
+            // While a tile is computed the one before finds its place.
+            let pixels = rayon::in_place_scope(|scope| {
+                if let Some((place, pixels)) = made.take() {
+                    let add = &mut add;
+                    scope.spawn(move |_| add(place, &pixels));
+                }
+                let tokens = self.tokens(latents, start, place);
+                self.run_tile(backend, &tokens, cancel, progress)
+            })?;
+            told(progress);
+            made = Some((place, pixels));
+        }
+        if let Some((place, pixels)) = made {
+            add(place, &pixels);
         }
         Ok(mosaic.finish())
     }
@@ -177,39 +193,48 @@ impl<'v> Decoding<'v> {
         self.peak = self.peak.max(report.used.total());
         Ok(plan.read("pixels")?)
     }
+}
 
-    /// The frames `shown` of a tile, `[frames, 3, height, width]`, of the blocks of pixels that its latents became.
-    fn planes(&self, pixels: &[f32], shown: &[usize]) -> Vec<f32> {
-        let [_, rows, columns] = self.piece();
-        let (scale, ratio) = (self.config.scale_factor(), self.config.frames_per_latent());
-        let block = 3 * ratio * scale * scale;
-        let mut planes = Vec::with_capacity(shown.len() * 3 * rows * columns * scale * scale);
-        for &frame in shown {
-            let (latent, within) = (frame / ratio, frame % ratio);
-            for channel in 0..3 {
-                for y in 0..rows * scale {
-                    let first = (latent * rows + y / scale) * columns;
-                    let line = ((channel * ratio + within) * scale + y % scale) * scale;
-                    for token in first..first + columns {
-                        planes.extend_from_slice(&pixels[token * block + line..][..scale]);
-                    }
-                }
+/// The frames `shown` of a tile of `piece`, `[frames, 3, height, width]`, of the blocks of pixels that its latents became.
+fn planes(
+    config: &Config,
+    [_, rows, columns]: [usize; 3],
+    pixels: &[f32],
+    shown: &[usize],
+) -> Vec<f32> {
+    let (scale, ratio) = (config.scale_factor(), config.frames_per_latent());
+    let block = 3 * ratio * scale * scale;
+    let width = columns * scale;
+    let plane = rows * scale * width;
+    let mut planes = vec![0.0; shown.len() * 3 * plane];
+    let wanted = shown.par_iter().zip(planes.par_chunks_exact_mut(3 * plane));
+    wanted.for_each(|(&frame, planes)| {
+        let (latent, within) = (frame / ratio, frame % ratio);
+        for (line, to) in planes.chunks_exact_mut(width).enumerate() {
+            let (channel, y) = (line / (rows * scale), line % (rows * scale));
+            let first = (latent * rows + y / scale) * columns;
+            let line = ((channel * ratio + within) * scale + y % scale) * scale;
+            for (token, to) in to.chunks_exact_mut(scale).enumerate() {
+                to.copy_from_slice(&pixels[(first + token) * block + line..][..scale]);
             }
         }
-        planes
-    }
+    });
+    planes
 }
 
 /// Lets the frames `before`, of `side` values each, fade into the first of `now`.
 fn fade(before: &[f32], now: &mut [f32], side: usize) {
     let count = before.len() / side.max(1);
-    let frames = before.chunks_exact(side.max(1));
-    for (index, (before, now)) in frames.zip(now.chunks_exact_mut(side.max(1))).enumerate() {
+    let frames = before.par_chunks_exact(side.max(1));
+    let both = frames
+        .zip(now.par_chunks_exact_mut(side.max(1)))
+        .enumerate();
+    both.for_each(|(index, (before, now))| {
         let share = index as f32 / count as f32;
         for (now, before) in now.iter_mut().zip(before) {
             *now = before * (1.0 - share) + *now * share;
         }
-    }
+    });
 }
 
 /// Planes of red, green and blue from the model's numbers to those from 0 to 1.

@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use crate::error::{Error, Result};
 
 /// How much of each frame is worked on at once. Other tiles give slightly other frames: latents do not see beyond theirs.
@@ -233,17 +235,19 @@ impl Mosaic {
         let (top, left) = (self.rows.range(row).start, self.columns.range(column).start);
         let (height, width) = (self.rows.length, self.columns.length);
         let area = self.rows.side * self.columns.side;
-        let planes = self.values.chunks_exact_mut(area.max(1));
-        for (plane, tile) in planes.zip(tile.chunks_exact((height * width).max(1))) {
+        let stride = self.columns.side;
+        let planes = self.values.par_chunks_exact_mut(area.max(1));
+        let tiles = tile.par_chunks_exact((height * width).max(1));
+        planes.zip(tiles).for_each(|(plane, tile)| {
             for (y, down) in down.elements.clone().zip(&down.weights) {
                 let from = &tile[y * width..][along.elements.clone()];
-                let target = (top + y) * self.columns.side + left + along.elements.start;
+                let target = (top + y) * stride + left + along.elements.start;
                 let to = plane[target..].iter_mut();
                 for ((to, from), along) in to.zip(from).zip(&along.weights) {
                     *to += from * (down * along);
                 }
             }
-        }
+        });
     }
 
     /// The planes.
