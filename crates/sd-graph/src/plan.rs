@@ -318,19 +318,30 @@ impl Plan {
         let node = self.recording.node(id);
         let mut values = vec![T::zeroed(); node.shape.elements()];
         check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
-        self.read_into(name, index, bytemuck::cast_slice_mut(&mut values))?;
+        self.read_bytes_into(name, index, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
+    }
+
+    /// As [`Plan::read`], into memory that is there: large results of many runs cost a system as much to make room for as to copy.
+    ///
+    /// # Errors
+    /// As for [`Plan::read`]; [`Error::WrongValues`] also for a slice of another length.
+    pub fn read_into<T: Element>(&self, name: &str, values: &mut [T]) -> Result<()> {
+        let (index, id) = find(&self.recording.outputs, "output", name)?;
+        let node = self.recording.node(id);
+        check_values::<T>(name, node.dtype, node.shape.elements(), values.len())?;
+        self.read_bytes_into(name, index, bytemuck::cast_slice_mut(values))
     }
 
     /// As [`Plan::read`], whatever type it is.
     pub(crate) fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
         let (index, id) = find(&self.recording.outputs, "output", name)?;
         let mut bytes = vec![0; self.recording.node(id).bytes()];
-        self.read_into(name, index, &mut bytes)?;
+        self.read_bytes_into(name, index, &mut bytes)?;
         Ok(bytes)
     }
 
-    fn read_into(&self, name: &str, index: usize, bytes: &mut [u8]) -> Result<()> {
+    fn read_bytes_into(&self, name: &str, index: usize, bytes: &mut [u8]) -> Result<()> {
         let form = self.form.as_ref().filter(|_| self.has_run);
         let form = form.ok_or_else(|| Error::NotRun {
             name: name.to_owned(),

@@ -176,6 +176,11 @@ fn inputs_are_asked_for_before_each_run() {
     assert!(matches!(plan.read::<f32>("z"), Err(Error::NotRun { .. })));
     plan.run(&mut backend, &cancel).unwrap();
     assert_eq!(plan.read::<f32>("z").unwrap(), [3.0, 8.0]);
+    let mut there = [0.0_f32; 2];
+    plan.read_into("z", &mut there).unwrap();
+    assert_eq!(there, [3.0, 8.0]);
+    let too_short = plan.read_into("z", &mut there[..1]);
+    assert!(matches!(too_short, Err(Error::WrongValues { .. })));
     assert!(
         matches!(plan.run(&mut backend, &cancel), Err(Error::InputNotSet { name }) if name == "x")
     );

@@ -120,31 +120,36 @@ impl<'v> Decoding<'v> {
         let own = config.clip_latents() * ratio;
         let made = own + config.latents_overlap() * ratio;
         // Those that no latent frame stands for are left out, in front of both parts.
-        let before = config.frames_before();
-        let shown: Vec<usize> = (before..own).chain(own + before..made).collect();
+        let left_out = config.frames_before();
+        let shown = (left_out..own).chain(own + left_out..made);
+        let shown: Vec<usize> = shown.collect();
         let (rows, columns) = (self.rows.scaled(scale), self.columns.scaled(scale));
         let mut mosaic = Mosaic::new(3 * shown.len(), &rows, &columns);
         let piece = self.piece();
         let mut add =
             |place, pixels: &[f32]| mosaic.add(place, &planes(config, piece, pixels, &shown));
-        let mut made: Option<(_, Vec<f32>)> = None;
+        let [frames, height, width] = piece;
+        let block = 3 * ratio * scale * scale;
+        let mut pixels = vec![0.0; frames * height * width * block];
+        let mut before = (None, pixels.clone());
         let places = (0..rows.count() * columns.count())
             .map(|tile| (tile / columns.count(), tile % columns.count()));
         for place in places {
             // While a tile is computed the one before finds its place.
-            let pixels = rayon::in_place_scope(|scope| {
-                if let Some((place, pixels)) = made.take() {
+            rayon::in_place_scope(|scope| {
+                if let (Some(place), pixels) = &before {
                     let add = &mut add;
-                    scope.spawn(move |_| add(place, &pixels));
+                    scope.spawn(move |_| add(*place, pixels));
                 }
                 let tokens = self.tokens(latents, start, place);
-                self.run_tile(backend, &tokens, cancel, progress)
+                self.run_tile(backend, &tokens, &mut pixels, cancel, progress)
             })?;
             told(progress);
-            made = Some((place, pixels));
+            before.0 = Some(place);
+            std::mem::swap(&mut before.1, &mut pixels);
         }
-        if let Some((place, pixels)) = made {
-            add(place, &pixels);
+        if let (Some(place), pixels) = &before {
+            add(*place, pixels);
         }
         Ok(mosaic.finish())
     }
@@ -179,9 +184,10 @@ impl<'v> Decoding<'v> {
         &mut self,
         backend: &mut Backend,
         tokens: &[f32],
+        pixels: &mut [f32],
         cancel: &Cancel,
         progress: &mut dyn Reporter,
-    ) -> Result<Vec<f32>> {
+    ) -> Result<()> {
         let (decoder, channels, piece) = (self.decoder, self.config.latent_channels, self.piece());
         let plan = self
             .plans
@@ -191,7 +197,7 @@ impl<'v> Decoding<'v> {
         plan.set("latents", tokens)?;
         let report = plan.run_with(backend, cancel, progress)?;
         self.peak = self.peak.max(report.used.total());
-        Ok(plan.read("pixels")?)
+        Ok(plan.read_into("pixels", pixels)?)
     }
 }
 
