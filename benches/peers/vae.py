@@ -4,7 +4,8 @@
     python benches/peers/vae.py --folder /tmp/vae
 
 Prints one JSON object as `vae` does, with the relative error (Euclidean norm) of the results of `vae` against these. Bytes on a
-GPU are the most that torch's allocator held; on a processor what the process had resident beyond what it had before.
+GPU are the most that torch's allocator held; on a processor what the process had resident beyond what it had before. Sound is computed in
+single precision whatever is asked for, as diffusers does (on a GPU torch's convolutions then use TF32).
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLQwenImage21, AutoencoderKLWan
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, AutoencoderKLQwenImage21, AutoencoderKLWan
 from safetensors.torch import load_file
 
 CLASSES = {
@@ -22,6 +23,7 @@ CLASSES = {
     "wan22": AutoencoderKLWan,
     "qwen21": AutoencoderKLQwenImage21,
     "minimaxh3": AutoencoderKLMiniMaxH3,
+    "minimaxh3sound": AutoencoderKLMiniMaxH3Audio,
 }
 
 # What MiniMax H3's takes pixels from 0 to 1 less of, and by.
@@ -47,7 +49,8 @@ def main():
     torch.set_num_threads(last["threads"])
     on_gpu = arguments.device != "cpu"
 
-    dtype = getattr(torch, arguments.type)
+    is_sound = last["model"] == "minimaxh3sound"
+    dtype = torch.float32 if is_sound else getattr(torch, arguments.type)
     before = resident()
     vae = CLASSES[last["model"]].from_pretrained(folder, torch_dtype=dtype).to(arguments.device)
     is_of_h3 = last["model"] == "minimaxh3"
@@ -58,37 +61,47 @@ def main():
     mean, std = MEAN.to(arguments.device), STD.to(arguments.device)
     # [frames, channels, height, width] -> [1, channels, frames, height, width]
     load = lambda name: load_file(folder / f"{name}.safetensors")["latents"]
-    given = load("input").transpose(0, 1)[None].to(arguments.device, dtype)
+    if is_sound:
+        # [2, 1, count, width] -> latents [2, width, count]; samples [2, 1, 1, count] -> [2, 1, count]
+        given = load("input")[:, 0].transpose(1, 2) if last["task"] == "decode" else load("input")[:, 0]
+        given = given.contiguous().to(arguments.device)
+    else:
+        given = load("input").transpose(0, 1)[None].to(arguments.device, dtype)
 
     def run():
+        if is_sound:
+            return vae.decode(given).sample if last["task"] == "decode" else vae.encode(given).latent_dist.mode().transpose(1, 2)
         if last["task"] == "decode":
             sample = vae.decode(given).sample
             return (sample * std + mean).clamp(0, 1) if is_of_h3 else sample
         pixels = (given - mean) / std if is_of_h3 else given
         return vae.encode(pixels).latent_dist.mode()
 
-    seconds = []
+    seconds, busy = [], []
     runs = len(last["runs"]) if arguments.runs is None else arguments.runs
     for number in range(runs + 1):
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         result = run()
         if on_gpu:
             torch.cuda.synchronize()
         if number > 0:
             seconds.append(round(time.perf_counter() - begin, 4))
-    result = result[0].transpose(0, 1).float().cpu()
+            busy.append(round(time.process_time() - used, 2))
+    result = (result[:, None] if is_sound else result[0].transpose(0, 1)).float().cpu()
     theirs = load("result")
     error = ((theirs - result).norm() / result.norm()).item()
     print(
         json.dumps(
             {
                 "program": "diffusers",
-                **{key: last[key] for key in ["task", "model", "width", "height", "frames"]},
+                **{key: last[key] for key in ["task", "model", "width", "height", "frames", "sound_seconds"] if key in last},
                 "device": torch.cuda.get_device_name() if on_gpu else "CPU",
                 "threads": torch.get_num_threads(),
-                "type": arguments.type,
+                "type": str(dtype).removeprefix("torch."),
                 "seconds": sorted(seconds)[len(seconds) // 2] if seconds else None,
+                "processor_seconds": sorted(busy)[len(busy) // 2] if busy else None,
                 "runs": seconds,
+                "processor_runs": busy,
                 "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else resident() - before,
                 "error_of_sd": error,
             }

@@ -405,6 +405,8 @@ impl Harness<'_> {
                 threads: self.threads(),
                 plan: false,
                 runs: self.runs.max(1),
+                seconds: 0.0,
+                peers: self.arguments.peers.diffusers.clone(),
             })?;
             let runs: Vec<f64> = serde_json::from_value(report["runs"].clone())?;
             let name = format!("qwen21, {size}, f32");

@@ -162,7 +162,7 @@ pub fn vae(peers: &Diffusers, folder: &Path, device: Device, name: &str) -> Foun
         name: name.to_owned(),
         dtype: found["type"].as_str().map(str::to_owned),
         seconds: found["seconds"].as_f64().with_context(what)?,
-        processor_seconds: None,
+        processor_seconds: found["processor_seconds"].as_f64(),
         peak_bytes: found["peak_bytes"].as_u64(),
         error: found["error_of_sd"].as_f64(),
     }])

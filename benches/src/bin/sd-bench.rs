@@ -59,7 +59,7 @@ fn main() -> Result<()> {
         Some(Question::Step(arguments)) => step::run(arguments).map(drop),
         Some(Question::H3Step(arguments)) => h3_step::run(arguments).map(drop),
         Some(Question::Stream(arguments)) => stream::run(arguments),
-        Some(Question::Vae(arguments)) => vae::run(arguments).map(drop),
+        Some(Question::Vae(arguments)) => vae::compare(arguments),
         Some(Question::Conv(arguments)) => conv::run(arguments),
         Some(Question::Memory(arguments)) => memory::run(arguments),
         Some(Question::Quality(arguments)) => quality::run(arguments),
