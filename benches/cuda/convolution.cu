@@ -7,7 +7,8 @@
 //     ./convolution
 //
 // Prints a line for each shape: the relative error (Euclidean norm) of sampled results, the largest error, and the median time of all
-// with what packs picture and kernel, and without. Ends with 1 if a relative error is over 1e-3: half precision's operands cost 4e-4.
+// with what packs picture and kernel, and without. Kernels are in F16, or in F32 and computed as TF32. Ends with 1 if a relative error is over
+// 1e-3: operands of eleven digits, which both have, cost 4e-4.
 
 #include "common.cuh"
 #include "conv2d-wgmma.cuh"
@@ -38,15 +39,24 @@ int ggml_cuda_get_device() {
     return 0;
 }
 
+size_t ggml_type_size(const ggml_type type) {
+    return type == GGML_TYPE_F32 ? 4 : 2;
+}
+
+bool ggml_is_contiguous(const ggml_tensor *) {
+    return true;
+}
+
 size_t ggml_nbytes(const ggml_tensor * t) {
     return t->nb[3]*t->ne[3];
 }
 
 struct shape {
     int in, out, width, height, count, side;
+    bool is_f32 = false;
 };
 
-static __global__ void reference(const float * x, const half * w, const float * bias, const float * added, double * y, const int64_t * which, const int samples, const shape s) {
+static __global__ void reference(const float * x, const half * w, const float * w32, const float * bias, const float * added, double * y, const int64_t * which, const int samples, const shape s) {
     const int i = blockIdx.x*blockDim.x + threadIdx.x;
     if (i >= samples) {
         return;
@@ -57,13 +67,14 @@ static __global__ void reference(const float * x, const half * w, const float * 
     const int out    = at / ((int64_t) s.width*s.height) % s.out;
     const int n      = at / ((int64_t) s.width*s.height*s.out);
     double sum = bias[out] + added[at];
+    const auto weight = [&](const int64_t i) { return (double) (s.is_f32 ? w32[i] : __half2float(w[i])); };
     for (int in = 0; in < s.in; ++in) {
         for (int ky = 0; ky < s.side; ++ky) {
             for (int kx = 0; kx < s.side; ++kx) {
                 const int r = row + ky - s.side/2;
                 const int c = column + kx - s.side/2;
                 if (r >= 0 && r < s.height && c >= 0 && c < s.width) {
-                    sum += (double) x[(((int64_t) n*s.in + in)*s.height + r)*s.width + c] * (double) __half2float(w[(((int64_t) out*s.in + in)*s.side + ky)*s.side + kx]);
+                    sum += (double) x[(((int64_t) n*s.in + in)*s.height + r)*s.width + c] * weight((((int64_t) out*s.in + in)*s.side + ky)*s.side + kx);
                 }
             }
         }
@@ -131,9 +142,10 @@ int main() {
         {1152, 1152,   64,   64, 1, 3}, {1152, 1152, 128, 128, 1, 3}, {576, 576, 256, 256, 1, 3}, {288, 288, 512, 512, 1, 3}, {144, 144, 1024, 1024, 1, 3},
         { 144,    4, 1024, 1024, 1, 3}, { 288,  144, 1024, 1024, 1, 3}, {384, 384, 104, 60, 2, 3}, {192, 192, 416, 240, 4, 3}, {96, 96, 832, 480, 4, 3},
         {  16,  384,  104,   60, 1, 3}, { 640,  640, 52, 30, 2, 3}, {288, 144, 512, 512, 1, 1}, {  9, 33, 37, 19, 3, 3}, {100, 72, 45, 31, 1, 5},
+        {128, 128, 258, 258, 4, 3, true}, {256, 256, 130, 130, 4, 3, true}, {512, 512, 34, 34, 4, 3, true}, {9, 33, 37, 19, 3, 3, true}, {100, 72, 45, 31, 1, 5, true},
     };
     bool good = true;
-    printf("    in   out      pixels  side    error   largest    ms  TFLOP/s  without packing  TFLOP/s\n");
+    printf("       in   out      pixels  side    error   largest    ms  TFLOP/s  without packing  TFLOP/s\n");
     for (const shape & s : shapes) {
         const int64_t ins = (int64_t) s.in*s.width*s.height*s.count, outs = (int64_t) s.out*s.width*s.height*s.count, elements = (int64_t) s.in*s.out*s.side*s.side;
         float * x     = random(ins, 1, 1.0f);
@@ -144,7 +156,7 @@ int main() {
         OK(cudaMalloc(&w, elements*sizeof(half)));
         halve<<<(unsigned) ((elements + 255) / 256), 256>>>(w32, w, elements);
         ggml_tensor picture = tensor(GGML_TYPE_F32, s.width, s.height, s.in, s.count, x);
-        ggml_tensor kernel  = tensor(GGML_TYPE_F16, s.side, s.side, s.in, s.out, w);
+        ggml_tensor kernel  = tensor(s.is_f32 ? GGML_TYPE_F32 : GGML_TYPE_F16, s.side, s.side, s.in, s.out, s.is_f32 ? (void *) w32 : w);
         ggml_tensor conv    = tensor(GGML_TYPE_F32, s.width, s.height, s.out, s.count, nullptr);
         conv.src[0] = &kernel;
         conv.src[1] = &picture;
@@ -175,7 +187,7 @@ int main() {
         OK(cudaMalloc(&which_at, samples*sizeof(int64_t)));
         OK(cudaMalloc(&expected_at, samples*sizeof(double)));
         OK(cudaMemcpy(which_at, which.data(), samples*sizeof(int64_t), cudaMemcpyHostToDevice));
-        reference<<<samples/64, 64>>>(x, w, bias, added, expected_at, which_at, samples, s);
+        reference<<<samples/64, 64>>>(x, w, w32, bias, added, expected_at, which_at, samples, s);
         std::vector<double> expected(samples);
         OK(cudaMemcpy(expected.data(), expected_at, samples*sizeof(double), cudaMemcpyDeviceToHost));
         std::vector<float> result(outs);
@@ -198,7 +210,7 @@ int main() {
         const float whole   = median_ms([&] { conv2d_wgmma::compute(&conv, y, end, 0); });
         const float product = median_ms([&] { conv2d_wgmma::multiply_packed(&conv, {&picture, 1, {}}, conv2d_wgmma::picture_scratch(&conv), y, end, 0); });
         const double flops  = 2.0*outs*s.in*s.side*s.side;
-        printf("%6d%6d%5dx%4dx%d%6d%9.1e%10.1e%8.3f%8.0f%12.3f%10.0f\n", s.in, s.out, s.width, s.height, s.count, s.side, error, largest, whole, flops/whole*1e-9, product, flops/product*1e-9);
+        printf("%3s%6d%6d%5dx%4dx%d%6d%9.1e%10.1e%8.3f%8.0f%12.3f%10.0f\n", s.is_f32 ? "f32" : "f16", s.in, s.out, s.width, s.height, s.count, s.side, error, largest, whole, flops/whole*1e-9, product, flops/product*1e-9);
         for (void * at : {(void *) x, (void *) bias, (void *) added, (void *) w32, (void *) w, conv.data, (void *) which_at, (void *) expected_at}) {
             OK(cudaFree(at));
         }

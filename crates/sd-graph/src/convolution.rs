@@ -17,8 +17,8 @@ pub enum Convolution {
 ///
 /// Measured by `cargo xtask bench conv`, whose figures docs/wan_vae.md has. A Xeon of 2 cores with AVX-512
 /// multiplies patches 1.15 to 1.4 times as fast as its own operation convolves with kernels in single precision, and with
-/// kernels in half precision no faster. An H200 is 4 to 27 times as fast with patches in single precision; in half precision the
-/// operation itself is faster there since it has a kernel for that card.
+/// kernels in half precision no faster. An H200 is 4 to 27 times as fast with patches in single precision, where its operation has no kernel
+/// for that card: few channels, or strides. Where it has one it says so by the memory it asks for, and is taken.
 const PATCHES: &[(&str, DType, u64)] =
     &[("CPU", DType::F32, 64 << 20), ("CUDA", DType::F32, 3 << 30)];
 

@@ -12,7 +12,7 @@ use sd_ggml_sys as sys;
 use crate::convolution::Convolution;
 use crate::graph::Node;
 use crate::op::{Binary, Norm, Op, Pairing, Unary};
-use crate::raw::{Arena, ArenaFull, RawTensor};
+use crate::raw::{Arena, ArenaFull, RawTensor, bytes_on};
 
 /// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
 pub(crate) const TENSORS_PER_OPERATION: usize = 16;
@@ -389,7 +389,17 @@ impl Lowering<'_> {
                 let bytes = sides.into_iter().fold(1_u64, |product, side| {
                     product.saturating_mul(side.unsigned_abs())
                 });
-                let best = || Convolution::best(self.backend.device(), dtype, bytes);
+                let device = self.backend.device();
+                // An operation that asks for memory beside its result packs the picture for the device's matrix units.
+                let packs = || {
+                    RawTensor::new(direct).is_some_and(|direct| {
+                        bytes_on(direct, device) > sys::ggml_nbytes(direct.as_ptr())
+                    })
+                };
+                let best = || match !device.is_remote() && packs() {
+                    true => Convolution::Direct,
+                    false => Convolution::best(device, dtype, bytes),
+                };
                 by.unwrap_or_else(best) == Convolution::Direct
             };
             if is_direct && self.backend.supports(direct) {
