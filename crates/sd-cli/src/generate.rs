@@ -126,7 +126,7 @@ pub(crate) fn run(
     }
     let mut display = Display::new(is_silent, previews);
 
-    let builder = arguments.resources.apply(Pipeline::from_files(files)?);
+    let builder = arguments.resources.apply(Pipeline::open(files)?);
     let mut builder = arguments.options.apply(arguments.weights.apply(builder));
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);

@@ -107,7 +107,7 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
         }
     }
     let size = crate::generate::size(arguments.width, arguments.height);
-    let builder = arguments.resources.apply(Pipeline::from_files(files)?);
+    let builder = arguments.resources.apply(Pipeline::open(files)?);
     let builder = arguments.options.apply(arguments.weights.apply(builder));
     let references = &arguments.reference;
     let plan = builder.plan_with(size, arguments.tokens, references, arguments.ref_size)?;
@@ -140,9 +140,9 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
 }
 
 fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
-    let builder = VideoPipeline::from_files(files)?;
-    let builder = arguments.resources.apply_to_video(builder);
-    let builder = arguments.weights.apply_to_video(builder);
+    let builder = VideoPipeline::open(files)?;
+    let builder = arguments.resources.apply(builder);
+    let builder = arguments.weights.apply(builder);
     let order = arguments.video_parts.qkv_order;
     let plan = builder.qkv_order(order.into()).plan(&VideoShape {
         size: crate::generate::size(arguments.width, arguments.height),

@@ -1,6 +1,6 @@
-//! Between a folder and a loaded model: choosing devices and memory, planning, loading.
+//! Between files and a loaded model: what all models may be told of devices, memory and types; planning and loading one of pictures.
 
-use std::path::PathBuf;
+use std::marker::PhantomData;
 
 use sd_backend::{
     BackendOptions, Component, DType, DeviceChoice, Ledger, Mapping, MemoryBudgets, Placement,
@@ -9,6 +9,7 @@ use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes}
 
 use crate::config::read_json;
 use crate::error::Result;
+use crate::minimax_h3::QkvOrder;
 use crate::model_files::ModelFiles;
 use crate::pipeline::Pipeline;
 use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21, reference_sizes, segments_for};
@@ -18,16 +19,31 @@ use crate::seating::{Backends, MemoryPlan, Scene, Seating, Wishes};
 /// Tokens of a prompt of common length, for what is decided before there is one.
 pub(crate) const COMMON_PROMPT: usize = 64;
 
-/// A model that was opened and checked but not yet loaded.
+/// A model that was found but not yet loaded, and how it is to be loaded. `P` is the pipeline that it becomes, of pictures if not
+/// said: it is planned and loaded as that one needs, and has its options beside those of all.
 #[derive(Debug)]
-pub struct PipelineBuilder {
+pub struct PipelineBuilder<P = Pipeline> {
     pub(crate) files: ModelFiles,
     pub(crate) wishes: Wishes,
     pub(crate) backend: BackendOptions,
     pub(crate) load: LoadOptions,
+    /// Of MiniMax H3's files.
+    pub(crate) order: QkvOrder,
+    becomes: PhantomData<fn() -> P>,
 }
 
-impl PipelineBuilder {
+impl<P> PipelineBuilder<P> {
+    pub(crate) fn new(files: ModelFiles) -> PipelineBuilder<P> {
+        PipelineBuilder {
+            files,
+            wishes: Wishes::default(),
+            backend: BackendOptions::default(),
+            load: LoadOptions::default(),
+            order: QkvOrder::default(),
+            becomes: PhantomData,
+        }
+    }
+
     /// Chooses the device for everything that no [`PipelineBuilder::placement`] puts elsewhere: in the words of
     /// [`Device::select`](sd_backend::Device::select), or a device itself. `auto` if not called.
     pub fn device(mut self, device: impl Into<DeviceChoice>) -> Self {
@@ -36,7 +52,7 @@ impl PipelineBuilder {
     }
 
     /// Says which device runs each part, and where its parameters live. What is left open is chosen: as much as the
-    /// memory allows stays on its device, the transformer first.
+    /// memory allows stays on its device, the transformer first. The sound VAE of a model of clips runs where the video VAE does.
     pub fn placement(mut self, placement: Placement) -> Self {
         self.wishes.placement = placement;
         self
@@ -45,13 +61,6 @@ impl PipelineBuilder {
     /// Says whether weight files may be used where they lie in memory. [`Mapping::Auto`] if not called.
     pub fn mapping(mut self, mapping: Mapping) -> Self {
         self.wishes.mapping = mapping;
-        self
-    }
-
-    /// Says whether keys and values of prompts are kept between steps, which saves the time to compute them again, and in
-    /// which type. [`PrefixCache::F32`] if not called. Where memory does not suffice they are not kept.
-    pub fn prefix_cache(mut self, prefix: PrefixCache) -> Self {
-        self.wishes.prefix = prefix;
         self
     }
 
@@ -87,40 +96,13 @@ impl PipelineBuilder {
         self.load = self.load.tensor_types(rules);
         self
     }
+}
 
-    /// Takes the transformer from this file or folder. Files are looked at when the model is planned or loaded.
-    pub fn transformer(mut self, path: impl Into<PathBuf>) -> Self {
-        self.files = self.files.transformer(path);
-        self
-    }
-
-    /// Takes the text encoder from this file or folder.
-    pub fn text_encoder(mut self, path: impl Into<PathBuf>) -> Self {
-        self.files = self.files.text_encoder(path);
-        self
-    }
-
-    /// Takes the text encoder's vision tower from this file, llama.cpp's `mmproj`.
-    pub fn vision(mut self, path: impl Into<PathBuf>) -> Self {
-        self.files = self.files.vision(path);
-        self
-    }
-
-    /// Takes the VAE from this file or folder.
-    pub fn vae(mut self, path: impl Into<PathBuf>) -> Self {
-        self.files = self.files.vae(path);
-        self
-    }
-
-    /// Takes the tokenizer from this `tokenizer.json` or folder.
-    pub fn tokenizer(mut self, path: impl Into<PathBuf>) -> Self {
-        self.files = self.files.tokenizer(path);
-        self
-    }
-
-    /// Adds a LoRA to the transformer, `strength` times. May be called several times; all are added up.
-    pub fn lora(mut self, path: impl Into<PathBuf>, strength: f32) -> Self {
-        self.files = self.files.lora(path, strength);
+impl PipelineBuilder<Pipeline> {
+    /// Says whether keys and values of prompts are kept between steps, which saves the time to compute them again, and in
+    /// which type. [`PrefixCache::F32`] if not called. Where memory does not suffice they are not kept.
+    pub fn prefix_cache(mut self, prefix: PrefixCache) -> Self {
+        self.wishes.prefix = prefix;
         self
     }
 

@@ -49,8 +49,7 @@ pub use frame_rate::FrameRate;
 pub use image::Image;
 pub use lora::{Adapted, LoraReport};
 pub use minimax_h3::{
-    Reference, VideoMemoryPlan, VideoPipeline, VideoPipelineBuilder, VideoReport, VideoRequest,
-    VideoShape,
+    Reference, VideoMemoryPlan, VideoPipeline, VideoReport, VideoRequest, VideoShape,
 };
 pub use model_files::ModelFiles;
 pub use model_index::ModelIndex;

@@ -7,14 +7,17 @@ use sd_backend::Component;
 /// Where the parts of a model are: a folder in the diffusers layout or a file that holds some or all of them, and files of single
 /// parts, which come before what the folder has.
 ///
-/// ```
-/// use sd_models::ModelFiles;
+/// ```no_run
+/// use sd_models::{ModelFiles, Pipeline};
 ///
+/// # fn main() -> Result<(), sd_models::Error> {
 /// let files = ModelFiles::default()
 ///     .transformer("qwen-image-2.1-Q4_K_M.gguf")
 ///     .text_encoder("Qwen3VL-8B-Instruct-Q4_K_M.gguf")
 ///     .vae("qwen_image_2.1_vae_bf16.safetensors");
-/// # let _ = files;
+/// let pipeline = Pipeline::open(files)?.load()?;
+/// # let _ = pipeline;
+/// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ModelFiles {
@@ -122,14 +125,9 @@ impl ModelFiles {
     }
 }
 
-impl From<&Path> for ModelFiles {
-    fn from(path: &Path) -> ModelFiles {
-        ModelFiles::default().model(path)
-    }
-}
-
-impl From<&PathBuf> for ModelFiles {
-    fn from(path: &PathBuf) -> ModelFiles {
-        ModelFiles::default().model(path)
+impl<P: AsRef<Path>> From<P> for ModelFiles {
+    /// The model folder, or a file with several parts.
+    fn from(path: P) -> ModelFiles {
+        ModelFiles::default().model(path.as_ref())
     }
 }

@@ -1,10 +1,9 @@
 //! From a folder and a prompt to a picture. The only place that asks which model a folder holds.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sd_backend::{Backend, BackendOptions, Component, Device, MemoryReport, Seat};
-use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Relief, Reporter, with_relief};
+use sd_backend::{Backend, Component, Device, MemoryReport, Seat};
+use sd_graph::{Cancel, LoadReport, Progress, Relief, Reporter, with_relief};
 
 use crate::builder::{MAIN, PipelineBuilder, seat};
 use crate::denoising::{Denoising, Previewing, Took, evict};
@@ -54,20 +53,13 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Looks at a model folder in the diffusers layout and decides what it holds; or takes a file with several parts, or with
-    /// the transformer while [`PipelineBuilder`] is told where the other parts are.
+    /// Looks at a model: the path of a folder in the diffusers layout or of a file with all parts, or [`ModelFiles`], which say where
+    /// single parts are. Files of weights are looked at when it is planned or loaded.
     ///
     /// # Errors
     /// [`Error::Missing`] if it is no such folder, [`Error::UnsupportedModel`], [`Error::Config`].
-    pub fn open(path: impl AsRef<Path>) -> Result<PipelineBuilder> {
-        Pipeline::from_files(ModelFiles::from(path.as_ref()))
-    }
-
-    /// As [`Pipeline::open`], for a model whose parts are given one by one.
-    ///
-    /// # Errors
-    /// As for [`Pipeline::open`]; files of weights are looked at when the model is planned or loaded.
-    pub fn from_files(files: ModelFiles) -> Result<PipelineBuilder> {
+    pub fn open(files: impl Into<ModelFiles>) -> Result<PipelineBuilder> {
+        let files = files.into();
         let folder = files.model.as_deref().filter(|path| !path.is_file());
         let index = folder.map(ModelIndex::read).transpose()?;
         if let Some(index) = index.filter(|index| !index.is_supported()) {
@@ -77,12 +69,7 @@ impl Pipeline {
                 supported: SUPPORTED,
             });
         }
-        Ok(PipelineBuilder {
-            files,
-            wishes: Wishes::default(),
-            backend: BackendOptions::default(),
-            load: LoadOptions::default(),
-        })
+        Ok(PipelineBuilder::new(files))
     }
 
     /// Encodes a prompt. The result may be kept and used for any number of pictures.

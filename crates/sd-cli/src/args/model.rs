@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
 use sd_graph::{LoadOptions, TensorTypes};
-use sd_models::{ModelArgs, ModelFiles, PipelineBuilder, VideoPipelineBuilder};
+use sd_models::{ModelArgs, ModelFiles, PipelineBuilder};
 
 /// Files of single parts of a model.
 #[derive(Debug, Args)]
@@ -102,16 +102,7 @@ pub(crate) struct Resources {
 
 impl Resources {
     /// Passes them on.
-    pub(crate) fn apply(&self, builder: PipelineBuilder) -> PipelineBuilder {
-        builder
-            .device(self.device.as_str())
-            .placement(self.placement.clone().unwrap_or_default())
-            .mapping(self.mapping)
-            .memory_budget(self.memory_budget.clone())
-    }
-
-    /// Passes them on to a model of clips.
-    pub(crate) fn apply_to_video(&self, builder: VideoPipelineBuilder) -> VideoPipelineBuilder {
+    pub(crate) fn apply<P>(&self, builder: PipelineBuilder<P>) -> PipelineBuilder<P> {
         builder
             .device(self.device.as_str())
             .placement(self.placement.clone().unwrap_or_default())
@@ -165,7 +156,7 @@ impl Weights {
     }
 
     /// Passes them on.
-    pub(crate) fn apply(&self, mut builder: PipelineBuilder) -> PipelineBuilder {
+    pub(crate) fn apply<P>(&self, mut builder: PipelineBuilder<P>) -> PipelineBuilder<P> {
         if let Some(dtype) = self.weight_type {
             builder = builder.weight_type(dtype);
         }
@@ -173,10 +164,5 @@ impl Weights {
             builder = builder.tensor_types(rules.clone());
         }
         builder
-    }
-
-    /// Passes them on to a model of clips.
-    pub(crate) fn apply_to_video(&self, builder: VideoPipelineBuilder) -> VideoPipelineBuilder {
-        builder.load_options(self.apply_to(LoadOptions::default()))
     }
 }

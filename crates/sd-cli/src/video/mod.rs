@@ -101,9 +101,9 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     Makes::Clips.check(model.as_deref(), &arguments.parts)?;
     let files = arguments.parts.files(model.as_deref());
     let files = arguments.video_parts.add_to(files);
-    let builder = VideoPipeline::from_files(files)?;
-    let builder = arguments.resources.apply_to_video(builder);
-    let mut builder = arguments.weights.apply_to_video(builder);
+    let builder = VideoPipeline::open(files)?;
+    let builder = arguments.resources.apply(builder);
+    let mut builder = arguments.weights.apply(builder);
     builder = builder.qkv_order(arguments.video_parts.qkv_order.into());
     if let Some(threads) = arguments.threads {
         builder = builder.threads(threads);

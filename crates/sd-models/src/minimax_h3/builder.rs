@@ -1,9 +1,7 @@
-//! Between files and a loaded model of clips: choosing devices and memory, planning, loading.
+//! Between files and a loaded model of clips: planning and loading.
 
-use sd_backend::{
-    BackendOptions, Component, DType, DeviceChoice, Ledger, Mapping, MemoryBudgets, Placement,
-};
-use sd_graph::{Cancel, LoadOptions, LoadReport, Progress, Reporter, TensorTypes};
+use sd_backend::Component;
+use sd_graph::{Cancel, LoadReport, Progress, Reporter};
 
 use super::denoise::distinct_times;
 use super::diffusion::Diffusion;
@@ -16,22 +14,11 @@ use super::references::Outline;
 use super::request::VideoRequest;
 use super::seating::{Scene, VideoMemoryPlan, find};
 use super::sizes::Extent;
-use crate::builder::COMMON_PROMPT;
+use crate::builder::{COMMON_PROMPT, PipelineBuilder};
 use crate::error::Result;
-use crate::model_files::ModelFiles;
 use crate::qwen_image_2_1::IN_ORDER;
 use crate::rope::{H3Keyframe, Part};
 use crate::seating::{Backends, Seating, Wishes};
-
-/// A model of clips that was found but not yet loaded.
-#[derive(Debug)]
-pub struct VideoPipelineBuilder {
-    pub(super) files: ModelFiles,
-    pub(super) wishes: Wishes,
-    pub(super) backend: BackendOptions,
-    pub(super) load: LoadOptions,
-    pub(super) order: QkvOrder,
-}
 
 /// A clip to plan for. What is left open is as a request would have it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -48,69 +35,11 @@ pub struct VideoShape {
     pub steps: Option<usize>,
 }
 
-impl VideoPipelineBuilder {
-    /// Chooses the device for everything that no [`VideoPipelineBuilder::placement`] puts elsewhere: in the words of
-    /// [`Device::select`](sd_backend::Device::select), or a device itself. `auto` if not called.
-    pub fn device(mut self, device: impl Into<DeviceChoice>) -> Self {
-        self.wishes.device = device.into();
-        self
-    }
-
-    /// Says which device runs each part, and where its parameters live. What is left open is chosen: as much as the memory allows
-    /// stays on its device, the transformer first. The sound VAE runs where the video VAE does.
-    pub fn placement(mut self, placement: Placement) -> Self {
-        self.wishes.placement = placement;
-        self
-    }
-
-    /// Says whether weight files may be used where they lie in memory. [`Mapping::Auto`] if not called.
-    pub fn mapping(mut self, mapping: Mapping) -> Self {
-        self.wishes.mapping = mapping;
-        self
-    }
-
-    /// Threads that compute on the processor; as many as the machine runs at once if not called.
-    pub fn threads(mut self, threads: usize) -> Self {
-        self.backend = self.backend.threads(threads);
-        self
-    }
-
-    /// Grants memory: a number of bytes, all that is free but some, or (if not called) what is free. Replaces an account set by
-    /// [`VideoPipelineBuilder::ledger`].
-    pub fn memory_budget(mut self, budgets: MemoryBudgets) -> Self {
-        self.backend = self.backend.ledger(&Ledger::new(budgets));
-        self
-    }
-
-    /// Uses an account of memory that other pipelines of this process share.
-    pub fn ledger(mut self, ledger: &Ledger) -> Self {
-        self.backend = self.backend.ledger(ledger);
-        self
-    }
-
-    /// Gives weights this type on loading; the files' own types if not called. [`LoadOptions`] says what it holds for.
-    pub fn weight_type(mut self, dtype: DType) -> Self {
-        self.load = self.load.weight_type(dtype);
-        self
-    }
-
-    /// Gives weights types by their names, which begin with the part's: `transformer.proj_in.weight`. May be called several times;
-    /// the first rule that fits decides, and comes before [`VideoPipelineBuilder::weight_type`].
-    pub fn tensor_types(mut self, rules: TensorTypes) -> Self {
-        self.load = self.load.tensor_types(rules);
-        self
-    }
-
+impl PipelineBuilder<VideoPipeline> {
     /// Says how queries, keys and values follow each other in files that have them as one matrix, which the files do not tell. As in
     /// ComfyUI's if not called.
     pub fn qkv_order(mut self, order: QkvOrder) -> Self {
         self.order = order;
-        self
-    }
-
-    /// Sets everything about loading at once.
-    pub fn load_options(mut self, options: LoadOptions) -> Self {
-        self.load = options;
         self
     }
 

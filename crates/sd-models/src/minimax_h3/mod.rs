@@ -31,7 +31,7 @@ mod time;
 mod transformer;
 pub mod video_vae;
 
-pub use builder::{VideoPipelineBuilder, VideoShape};
+pub use builder::VideoShape;
 pub use conditioning::TextRows;
 pub use config::TransformerConfig;
 pub use denoise::{ClipLatents, Denoising, DenoisingReport, Start, distinct_times};

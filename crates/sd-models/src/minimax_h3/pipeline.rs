@@ -1,18 +1,16 @@
 //! From a prompt, keyframes and references to a clip with sound.
 
-use std::path::Path;
 use std::time::Instant;
 
-use sd_backend::{BackendOptions, Component, Device, MemoryReport, Seat};
-use sd_graph::{Cancel, LoadOptions, LoadReport, Reporter};
+use sd_backend::{Component, Device, MemoryReport, Seat};
+use sd_graph::{Cancel, LoadReport, Reporter};
 
-use super::builder::{VideoPipelineBuilder, seat};
+use super::builder::seat;
 use super::conditioning::TextRows;
 use super::denoise::distinct_times;
 use super::diffusion::{Diffusion, Task};
 use super::layout::{Conditions, Layout};
 use super::model::Stage;
-use super::names::QkvOrder;
 use super::parts::{Draws, Readers, Settings};
 use super::prompt::Tokens;
 use super::references::{Outline, Subject, keyframes, prepare};
@@ -21,6 +19,7 @@ use super::schedule::Schedule;
 use super::seating::{Scene, find};
 use super::sizes::{Adjustment, Extent, FRAME_RATE};
 use super::stages::evict;
+use crate::builder::PipelineBuilder;
 use crate::error::{Error, Result};
 use crate::frame_rate::FrameRate;
 use crate::image::Image;
@@ -99,20 +98,13 @@ pub(super) struct Work<'r> {
 }
 
 impl VideoPipeline {
-    /// Looks at a model folder with `modular_model_index.json` or `model_index.json`; or takes a file of the transformer, or of several
-    /// parts.
+    /// Looks at a model: the path of a folder with `modular_model_index.json` or `model_index.json` or of a file with all parts, or
+    /// [`ModelFiles`], which say where single parts are. Files of weights are looked at when it is planned or loaded.
     ///
     /// # Errors
     /// [`Error::Missing`] if it is no such folder, [`Error::UnsupportedModel`], [`Error::Config`].
-    pub fn open(path: impl AsRef<Path>) -> Result<VideoPipelineBuilder> {
-        VideoPipeline::from_files(ModelFiles::from(path.as_ref()))
-    }
-
-    /// As [`VideoPipeline::open`], for a model whose parts are given one by one.
-    ///
-    /// # Errors
-    /// As for [`VideoPipeline::open`]; files of weights are looked at when the model is planned or loaded.
-    pub fn from_files(files: ModelFiles) -> Result<VideoPipelineBuilder> {
+    pub fn open(files: impl Into<ModelFiles>) -> Result<PipelineBuilder<VideoPipeline>> {
+        let files = files.into();
         if let Some(model) = files.model.as_ref().filter(|model| !model.exists()) {
             return Err(Error::Missing {
                 path: model.clone(),
@@ -120,13 +112,7 @@ impl VideoPipeline {
             });
         }
         Settings::read(&files)?;
-        Ok(VideoPipelineBuilder {
-            files,
-            wishes: Wishes::default(),
-            backend: BackendOptions::default(),
-            load: LoadOptions::default(),
-            order: QkvOrder::default(),
-        })
+        Ok(PipelineBuilder::new(files))
     }
 
     /// Makes a clip. Its frames are in memory all at once: [`VideoPipeline::generate_with`] gives them one by one.

@@ -177,7 +177,7 @@ fn conditions_with_pictures_take_turns_and_each_reads_its_own() {
     let all: Vec<&Condition> = conditions.iter().collect();
     for device in crate::fixtures::devices() {
         let options = LoadOptions::default().weight_type(DType::F32);
-        let mut model = QwenImage21::open(&tiny(), &options).unwrap();
+        let mut model = QwenImage21::open(tiny(), &options).unwrap();
         let options = BackendOptions::default().threads(2);
         let mut backend = Backend::new(device, &options).unwrap();
         model.load(&backend, &Cancel::new(), &mut quiet()).unwrap();

@@ -9,8 +9,7 @@ use sd_backend::{DType, Ledger, MemoryBudget, MemoryBudgets};
 use sd_graph::{Cancel, Checkpoint, Existing, FileFormat, LoadOptions, Progress};
 use sd_models::minimax_h3::QkvOrder;
 use sd_models::{
-    Error, ModelFiles, Video, VideoPipeline, VideoPipelineBuilder, VideoRequest, VideoShape,
-    conversion,
+    Error, ModelFiles, PipelineBuilder, Video, VideoPipeline, VideoRequest, VideoShape, conversion,
 };
 
 use crate::fixtures::psnr;
@@ -34,12 +33,12 @@ fn quiet() -> impl FnMut(&Progress) {
     |_: &Progress| {}
 }
 
-fn builder(files: ModelFiles) -> VideoPipelineBuilder {
-    let builder = VideoPipeline::from_files(files).unwrap();
+fn builder(files: ModelFiles) -> PipelineBuilder<VideoPipeline> {
+    let builder = VideoPipeline::open(files).unwrap();
     builder.device("cpu").threads(2)
 }
 
-fn made(builder: VideoPipelineBuilder) -> Video {
+fn made(builder: PipelineBuilder<VideoPipeline>) -> Video {
     let mut pipeline = builder.load().unwrap();
     pipeline.generate(&request(), &mut quiet()).unwrap().0
 }
@@ -314,7 +313,7 @@ fn every_budget_from_the_smallest_on_does_and_one_byte_less_does_not() {
     let open = |budget| {
         // No head-room, which a small fake device does not have.
         let ledger = Ledger::with_headroom(MemoryBudgets::every(budget), 0);
-        let builder = VideoPipeline::from_files(folder()).unwrap();
+        let builder = VideoPipeline::open(folder()).unwrap();
         builder.device(fake.device()).threads(2).ledger(&ledger)
     };
     let (expected, report) = {

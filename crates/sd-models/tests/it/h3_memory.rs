@@ -7,7 +7,7 @@ use sd_backend::{
 use sd_graph::{Cancel, Progress};
 use sd_models::minimax_h3::Adjustment;
 use sd_models::{
-    Error, Image, ModelFiles, Reference, Sound, Video, VideoPipeline, VideoPipelineBuilder,
+    Error, Image, ModelFiles, PipelineBuilder, Reference, Sound, Video, VideoPipeline,
     VideoRequest, VideoShape,
 };
 
@@ -20,8 +20,8 @@ fn files() -> ModelFiles {
         .tokenizer(tiny().join("processor"))
 }
 
-fn open() -> VideoPipelineBuilder {
-    VideoPipeline::from_files(files()).unwrap().threads(2)
+fn open() -> PipelineBuilder<VideoPipeline> {
+    VideoPipeline::open(files()).unwrap().threads(2)
 }
 
 fn fake() -> FakeDevice {
@@ -269,7 +269,7 @@ fn files_one_by_one_make_the_clip_that_the_folder_makes() {
         .text_encoder(tiny().join("text_encoder/model.safetensors"))
         .tokenizer(tiny().join("processor"));
     let mut from_folder = open().device("cpu").load().unwrap();
-    let builder = VideoPipeline::from_files(single).unwrap().threads(2);
+    let builder = VideoPipeline::open(single).unwrap().threads(2);
     let mut one_by_one = builder.device("cpu").load().unwrap();
     assert!(clip(&mut one_by_one).unwrap() == clip(&mut from_folder).unwrap());
     // There is none of the transformers for references among them.
@@ -322,7 +322,7 @@ fn what_is_changed_of_a_request_is_said_and_the_rest_is_refused() {
 #[test]
 fn folders_of_other_models_and_nothing_are_refused() {
     let said = |files: ModelFiles| {
-        let opened = VideoPipeline::from_files(files);
+        let opened = VideoPipeline::open(files);
         opened
             .and_then(|builder| builder.load())
             .map(drop)

@@ -4,8 +4,7 @@ use sd_backend::DType;
 use sd_graph::Progress;
 use sd_models::minimax_h3::Tag;
 use sd_models::{
-    FrameRate, Image, ModelFiles, Reference, Sound, VideoPipeline, VideoPipelineBuilder,
-    VideoRequest,
+    FrameRate, Image, ModelFiles, PipelineBuilder, Reference, Sound, VideoPipeline, VideoRequest,
 };
 
 use crate::fixtures::{Case, cases, folder, max_error, relative_l2, tiny};
@@ -14,12 +13,12 @@ use crate::fixtures::{Case, cases, folder, max_error, relative_l2, tiny};
 /// Noise itself differs by 4e-6 (see `noise`), of numbers of deviation 1.
 const TOLERANCE: f64 = 2e-5;
 
-fn open() -> VideoPipelineBuilder {
+fn open() -> PipelineBuilder<VideoPipeline> {
     let files = ModelFiles::default()
         .model(folder("minimax_h3_pipeline"))
         .text_encoder(tiny().join("text_encoder"))
         .tokenizer(tiny().join("processor"));
-    let builder = VideoPipeline::from_files(files).unwrap();
+    let builder = VideoPipeline::open(files).unwrap();
     builder.threads(2).weight_type(DType::F32)
 }
 

@@ -215,10 +215,7 @@ fn llama_file(path: &Path) {
 
 /// A picture, as levels from -1 to 1, and the bytes of weights that were used where they lie in files.
 fn drawn(files: ModelFiles) -> (Vec<f32>, u64) {
-    let builder = Pipeline::from_files(files)
-        .unwrap()
-        .device("cpu")
-        .threads(2);
+    let builder = Pipeline::open(files).unwrap().device("cpu").threads(2);
     let builder = builder.mapping(sd_backend::Mapping::Always);
     let mut pipeline = builder.load().unwrap();
     let mapped = pipeline.loaded().mapped;
@@ -415,10 +412,7 @@ fn a_vision_tower_in_a_file_of_its_own_is_the_text_encoders() {
     assert_eq!(with, without);
     // And prompts about a picture as with the tower in the text encoder's file.
     let edited = |files: ModelFiles| {
-        let builder = Pipeline::from_files(files)
-            .unwrap()
-            .device("cpu")
-            .threads(2);
+        let builder = Pipeline::open(files).unwrap().device("cpu").threads(2);
         let mut pipeline = builder.load().unwrap();
         let picture = Image::from_planes(&vec![0.5; 4 * 64 * 96], 96, 64).unwrap();
         let quiet = &mut |_: &Progress| {};
@@ -431,7 +425,7 @@ fn a_vision_tower_in_a_file_of_its_own_is_the_text_encoders() {
     };
     let with = edited(files.clone().vision(&mmproj));
     assert!(with.pixels() == edited(ModelFiles::from(&tiny())).pixels());
-    let error = Pipeline::from_files(files.vision(&llama))
+    let error = Pipeline::open(files.vision(&llama))
         .unwrap()
         .plan(None, 16)
         .unwrap_err();
@@ -541,7 +535,7 @@ fn files_that_are_not_what_they_were_given_for_are_refused() {
     let at = tempfile::tempdir().unwrap();
     let path = |name: &str| at.path().join(name);
     let open = |files: ModelFiles| -> Error {
-        let builder = Pipeline::from_files(files).unwrap();
+        let builder = Pipeline::open(files).unwrap();
         builder.plan(None, 16).unwrap_err()
     };
     let tiny_vae = tiny().join("vae/diffusion_pytorch_model.safetensors");

@@ -281,10 +281,7 @@ fn pictures_change_with_a_lora_however_weights_come() {
     constant_lora(&path, 0.2);
     constant_lora(&none, 0.0);
     let draw = |files: ModelFiles, placement: &str| {
-        let builder = Pipeline::from_files(files)
-            .unwrap()
-            .device("cpu")
-            .threads(2);
+        let builder = Pipeline::open(files).unwrap().device("cpu").threads(2);
         let builder = builder.placement(placement.parse().unwrap());
         let planned = builder.plan(Some((96, 96)), 16).unwrap();
         let mut pipeline = builder.load().unwrap();

@@ -32,7 +32,7 @@ const TOKEN: u64 = 2 * 192 * 7 * 4;
 
 fn loaded(device: Device, ledger: &Ledger) -> (QwenImage21, Backend) {
     let options = LoadOptions::default().weight_type(DType::F32);
-    let mut model = QwenImage21::open(&tiny(), &options).unwrap();
+    let mut model = QwenImage21::open(tiny(), &options).unwrap();
     let options = BackendOptions::default().threads(2).ledger(ledger);
     let backend = Backend::new(device, &options).unwrap();
     model

@@ -30,7 +30,7 @@ struct Painter {
 impl Painter {
     fn new() -> Painter {
         let options = LoadOptions::default().weight_type(DType::F32);
-        let mut model = QwenImage21::open(&tiny(), &options).unwrap();
+        let mut model = QwenImage21::open(tiny(), &options).unwrap();
         let cpu = Device::cpu().unwrap();
         let backend = Backend::new(cpu, &BackendOptions::default().threads(2)).unwrap();
         model

@@ -56,7 +56,7 @@ fn recorded_runs_are_repeated_step_by_step() {
         let size = (height / 16, width / 16);
 
         let mut model =
-            QwenImage21::open(&tiny(), &LoadOptions::default().weight_type(DType::F32)).unwrap();
+            QwenImage21::open(tiny(), &LoadOptions::default().weight_type(DType::F32)).unwrap();
         let device = Device::cpu().unwrap();
         let mut backend = Backend::new(device, &BackendOptions::default().threads(2)).unwrap();
         let cancel = Cancel::new();
