@@ -78,6 +78,19 @@ pub(crate) enum Error {
     Output(#[from] std::io::Error),
 }
 
+/// Refuses the `value` of an `option`, given without its dashes.
+pub(crate) fn refuse<T>(
+    option: &'static str,
+    value: impl ToString,
+    reason: impl Into<String>,
+) -> Result<T, Error> {
+    Err(Error::Option {
+        option,
+        value: value.to_string(),
+        reason: reason.into(),
+    })
+}
+
 /// Prints an error to standard error, and nothing where that is gone too.
 pub(crate) fn print(error: &Error) {
     let _ = writeln!(std::io::stderr(), "error: {error}");

@@ -10,14 +10,13 @@ use sd_models::{Image, Pipeline, Request};
 use serde::Serialize;
 
 use crate::args::Generate;
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::figures::{file_size, peak_resident, seconds, timed};
 use crate::json;
 use crate::makes::Makes;
 use crate::preview::Previews;
 use crate::progress::Display;
 use crate::terminal::Protocol;
-use crate::tiny;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
@@ -105,16 +104,11 @@ pub(crate) fn run(
 ) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
-    let model = match (&arguments.model, &arguments.parts.transformer) {
-        (Some(model), _) => Some(model.clone()),
-        // Made of parts alone.
-        (None, Some(_)) => None,
-        (None, None) => Some(tiny::find(tiny::PICTURES)?),
-    };
+    let parts = &arguments.loading.parts;
+    let model = Makes::Pictures.find(arguments.model.as_deref(), parts)?;
     let images = arguments.references.ref_image.iter().map(Image::open);
     let images: Vec<Image> = images.collect::<Result<_, _>>()?;
-    Makes::Pictures.check(model.as_deref(), &arguments.parts)?;
-    let files = arguments.parts.files(model.as_deref());
+    let files = parts.files(model.as_deref());
     let is_silent = arguments.json || is_quiet;
     let terminal = terminal.filter(|_| !is_silent && std::io::stderr().is_terminal());
     let previews = Previews::new(&arguments.preview, terminal);
@@ -126,11 +120,8 @@ pub(crate) fn run(
     }
     let mut display = Display::new(is_silent, previews);
 
-    let builder = arguments.resources.apply(Pipeline::open(files)?);
-    let mut builder = arguments.options.apply(arguments.weights.apply(builder));
-    if let Some(threads) = arguments.threads {
-        builder = builder.threads(threads);
-    }
+    let builder = arguments.loading.apply(Pipeline::open(files)?);
+    let builder = arguments.options.apply(builder);
     let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
 
     let resolution = arguments.references.ref_size;
@@ -146,7 +137,7 @@ pub(crate) fn run(
     })?;
 
     let mut request = Request::new(&conditions.0)
-        .rng(arguments.rng)
+        .rng(arguments.noise.rng)
         .circular(arguments.circular.map(Into::into).unwrap_or_default());
     if let Some(pixels) = arguments.vae_tile {
         request = request.vae_tile(pixels);
@@ -155,7 +146,7 @@ pub(crate) fn run(
         request = request.negative(negative);
     }
     let defaults = pipeline.defaults();
-    if let Some((width, height)) = size(arguments.width, arguments.height) {
+    if let Some((width, height)) = arguments.size.sides() {
         request = request.size(width, height);
     }
     if let Some(steps) = arguments.steps {
@@ -182,7 +173,7 @@ pub(crate) fn run(
     let mut failure = None;
     for index in 0..arguments.count {
         let picture_started = Instant::now();
-        let seed = arguments.seed + index;
+        let seed = arguments.noise.seed + index;
         if arguments.count > 1 {
             display.begin(index + 1, arguments.count, seed);
         }
@@ -230,7 +221,7 @@ pub(crate) fn run(
     };
     let report = Report {
         model: model
-            .or(arguments.parts.transformer.clone())
+            .or(parts.transformer.clone())
             .unwrap_or_default()
             .display()
             .to_string(),
@@ -312,26 +303,17 @@ fn output_of(output: &Path, seed: u64, index: u64, count: u64) -> PathBuf {
 /// What stands for the seed in a file's name.
 const SEED: &str = "{seed}";
 
-/// The size that was asked for; a single side makes a square.
-pub(crate) fn size(width: Option<usize>, height: Option<usize>) -> Option<(usize, usize)> {
-    Some((width.or(height)?, height.or(width)?))
-}
-
 /// Refuses what can be refused before a model is loaded.
 fn check(arguments: &Generate) -> Result<(), Error> {
-    let refuse = |option, value: String, reason: &str| {
-        Err(Error::Option {
-            option,
-            value,
-            reason: reason.to_owned(),
-        })
-    };
-    for (option, value) in [("width", arguments.width), ("height", arguments.height)] {
+    for (option, value) in [
+        ("width", arguments.size.width),
+        ("height", arguments.size.height),
+    ] {
         if let Some(value) = value.filter(|&value| value < sd_models::qwen_image_2_1::SIZE_MULTIPLE)
         {
             return refuse(
                 option,
-                value.to_string(),
+                value,
                 "a side has at least 32 pixels, in multiples of 32",
             );
         }
@@ -341,30 +323,22 @@ fn check(arguments: &Generate) -> Result<(), Error> {
         return refuse(
             "ref-image",
             format!("({count} pictures)"),
-            &format!("at most {MOST_REFERENCES} are possible"),
+            format!("at most {MOST_REFERENCES} are possible"),
         );
     }
     let ref_size = arguments.references.ref_size;
     if let Some(side) = ref_size.filter(|side| !RESOLUTIONS.contains(side)) {
-        return refuse(
-            "ref-size",
-            side.to_string(),
-            "a side has from 32 to 2048 pixels",
-        );
+        return refuse("ref-size", side, "a side has from 32 to 2048 pixels");
     }
     if let Some(tile) = arguments
         .vae_tile
         .filter(|&tile| tile < sd_models::SMALLEST_TILE)
     {
-        return refuse(
-            "vae-tile",
-            tile.to_string(),
-            "a tile has at least 64 pixels",
-        );
+        return refuse("vae-tile", tile, "a tile has at least 64 pixels");
     }
     arguments.sampling.check()?;
     if arguments.steps == Some(0) {
-        return refuse("steps", "0".to_owned(), "at least 1 step is needed");
+        return refuse("steps", 0, "at least 1 step is needed");
     }
     if let Some(threshold) = arguments
         .step_cache
@@ -372,22 +346,24 @@ fn check(arguments: &Generate) -> Result<(), Error> {
     {
         return refuse(
             "step-cache",
-            threshold.to_string(),
+            threshold,
             "it must be a number from 0 (none) up",
         );
     }
     if arguments.count == 0 {
-        return refuse("count", "0".to_owned(), "at least 1 picture is needed");
+        return refuse("count", 0, "at least 1 picture is needed");
     }
-    if arguments.seed.checked_add(arguments.count - 1).is_none() {
+    if arguments
+        .noise
+        .seed
+        .checked_add(arguments.count - 1)
+        .is_none()
+    {
         return refuse(
             "count",
-            arguments.count.to_string(),
+            arguments.count,
             "there are not so many seeds from the given one up",
         );
-    }
-    if arguments.threads == Some(0) {
-        return refuse("threads", "0".to_owned(), "at least 1 thread is needed");
     }
     if let Some(guidance) = arguments
         .guidance
@@ -395,7 +371,7 @@ fn check(arguments: &Generate) -> Result<(), Error> {
     {
         return refuse(
             "guidance",
-            guidance.to_string(),
+            guidance,
             "it must be a number from 1 (no guidance) up",
         );
     }
@@ -420,7 +396,7 @@ fn check(arguments: &Generate) -> Result<(), Error> {
             .filter(|folder| !folder.as_os_str().is_empty());
         if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
             let reason = format!("there is no folder {}", folder.display());
-            return refuse(option, value(), &reason);
+            return refuse(option, value(), reason);
         }
     }
     Ok(())

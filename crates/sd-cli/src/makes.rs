@@ -1,6 +1,6 @@
 //! What a model makes: pictures or clips.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use sd_backend::Component;
 use sd_graph::Checkpoint;
@@ -8,6 +8,7 @@ use sd_models::{Pipeline, VideoPipeline, identify};
 
 use crate::args::Parts;
 use crate::error::Error;
+use crate::tiny;
 
 /// What a model makes, each by a command of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,11 +36,28 @@ impl Makes {
         })
     }
 
-    /// Refuses a model that makes something else, and says which command is for it.
+    /// The path of the model that was asked for, none if it is made of parts alone, or the tiny checkpoint if nothing was asked for.
     ///
     /// # Errors
-    /// [`Error::OtherCommand`].
-    pub(crate) fn check(self, model: Option<&Path>, parts: &Parts) -> Result<(), Error> {
+    /// [`Error::NoModel`] without that; [`Error::OtherCommand`] for a model that makes something else.
+    pub(crate) fn find(
+        self,
+        model: Option<&Path>,
+        parts: &Parts,
+    ) -> Result<Option<PathBuf>, Error> {
+        let model = match (model, &parts.transformer) {
+            (None, None) => Some(tiny::find(match self {
+                Makes::Pictures => tiny::PICTURES,
+                Makes::Clips => tiny::CLIPS,
+            })?),
+            (model, _) => model.map(Path::to_owned),
+        };
+        self.check(model.as_deref(), parts)?;
+        Ok(model)
+    }
+
+    /// Refuses a model that makes something else, and says which command is for it.
+    fn check(self, model: Option<&Path>, parts: &Parts) -> Result<(), Error> {
         let (makes, command) = match Makes::of(model, parts) {
             Some(Makes::Pictures) if self != Makes::Pictures => ("pictures", "generate"),
             Some(Makes::Clips) if self != Makes::Clips => ("clips", "video"),

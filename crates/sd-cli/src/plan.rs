@@ -7,7 +7,7 @@ use sd_models::{DeviceNeed, ModelFiles, Pipeline, VideoPipeline, VideoShape};
 use serde::Serialize;
 
 use crate::args::Plan;
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::json;
 use crate::makes::Makes;
 
@@ -81,8 +81,9 @@ struct Fallback {
 }
 
 pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
-    let files = arguments.parts.files(arguments.model.as_deref());
-    let report = match Makes::of(arguments.model.as_deref(), &arguments.parts) {
+    let (model, parts) = (arguments.model.as_deref(), &arguments.loading.parts);
+    let files = parts.files(model);
+    let report = match Makes::of(model, parts) {
         Some(Makes::Clips) => clip(arguments, arguments.video_parts.add_to(files))?,
         _ => picture(arguments, files)?,
     };
@@ -99,17 +100,12 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
     let of_clips = [("frames", arguments.frames), ("steps", arguments.steps)];
     for (option, value) in of_clips {
         if let Some(value) = value {
-            return Err(Error::Option {
-                option,
-                value: value.to_string(),
-                reason: "this is a model of pictures".to_owned(),
-            });
+            return refuse(option, value, "this is a model of pictures");
         }
     }
-    let size = crate::generate::size(arguments.width, arguments.height);
-    let builder = arguments.resources.apply(Pipeline::open(files)?);
-    let builder = arguments.options.apply(arguments.weights.apply(builder));
-    let references = &arguments.reference;
+    let builder = arguments.loading.apply(Pipeline::open(files)?);
+    let builder = arguments.options.apply(builder);
+    let (size, references) = (arguments.size.sides(), &arguments.reference);
     let plan = builder.plan_with(size, arguments.tokens, references, arguments.ref_size)?;
     Ok(Report {
         width: plan.width,
@@ -140,12 +136,9 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
 }
 
 fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
-    let builder = VideoPipeline::open(files)?;
-    let builder = arguments.resources.apply(builder);
-    let builder = arguments.weights.apply(builder);
-    let order = arguments.video_parts.qkv_order;
-    let plan = builder.qkv_order(order.into()).plan(&VideoShape {
-        size: crate::generate::size(arguments.width, arguments.height),
+    let builder = arguments.loading.apply(VideoPipeline::open(files)?);
+    let plan = arguments.video_parts.apply(builder).plan(&VideoShape {
+        size: arguments.size.sides(),
         frames: arguments.frames,
         tokens: arguments.tokens,
         keyframes: arguments.keyframes,

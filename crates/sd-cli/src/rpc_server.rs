@@ -11,13 +11,6 @@ use crate::args::RpcServer;
 use crate::error::Error;
 
 pub(crate) fn run(arguments: &RpcServer) -> Result<(), Error> {
-    if arguments.threads == Some(0) {
-        return Err(Error::Option {
-            option: "threads",
-            value: "0".to_owned(),
-            reason: "at least 1 thread is needed".to_owned(),
-        });
-    }
     let mut options =
         RpcServerOptions::default().address(SocketAddrV4::new(arguments.host, arguments.port));
     for name in &arguments.device {

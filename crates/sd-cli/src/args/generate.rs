@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
-use sd_models::{Circular, PreviewBy, Request, Rng, Sampler, Schedule, Scheduler};
+use sd_models::{Circular, PreviewBy, Request, Sampler, Schedule, Scheduler};
 
-use super::{Model, Parts, Resources, Weights};
+use super::{Loading, Model, Noise, Size};
 
 /// Arguments of `sd generate`.
 #[derive(Debug, Args)]
@@ -23,13 +23,8 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Width in pixels, rounded down to a multiple of 32 [default: that of the last reference picture, or the model's].
-    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) width: Option<usize>,
-
-    /// Height in pixels, rounded down to a multiple of 32.
-    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) height: Option<usize>,
+    #[command(flatten)]
+    pub(crate) size: Size,
 
     /// Number of steps, from 1 to 1000.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
@@ -44,15 +39,8 @@ pub(crate) struct Generate {
     #[arg(short, long, value_name = "X", allow_negative_numbers = true)]
     pub(crate) guidance: Option<f32>,
 
-    /// Seed of the starting noise: the same seed and settings give the same picture.
-    #[arg(
-        short,
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
-    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) noise: Noise,
 
     /// Make so many pictures, of this seed and the following ones; the prompt is computed once.
     #[arg(
@@ -63,11 +51,6 @@ pub(crate) struct Generate {
     )]
     pub(crate) count: u64,
 
-    /// Whose random numbers the seed stands for: PyTorch's on a processor (cpu), or on a graphics card of NVIDIA (cuda, and
-    /// cuda:THREADS for one that runs fewer threads at once than the picture has latents: 196608 on an RTX 4090).
-    #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
-    pub(crate) rng: Rng,
-
     /// Sides that continue at the opposite one, so that the picture tiles without a seam.
     #[arg(long, value_name = "SIDES")]
     pub(crate) circular: Option<Sides>,
@@ -76,10 +59,6 @@ pub(crate) struct Generate {
     /// or in the largest squares that memory allows].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) vae_tile: Option<usize>,
-
-    /// Threads that compute on the processor [default: as many as there are].
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) threads: Option<usize>,
 
     /// File to write; {seed} in its name is the seed. Several pictures are numbered (output-1.png, output-2.png) where the
     /// name does not say so.
@@ -94,20 +73,14 @@ pub(crate) struct Generate {
     #[command(flatten, next_help_heading = "Pictures that the prompt is about")]
     pub(crate) references: References,
 
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
-
     #[command(flatten, next_help_heading = "Sampling")]
     pub(crate) sampling: Sampling,
 
     #[command(flatten, next_help_heading = "Previews")]
     pub(crate) preview: Preview,
 
-    #[command(flatten, next_help_heading = "Devices and memory")]
-    pub(crate) resources: Resources,
-
-    #[command(flatten, next_help_heading = "Types of weights")]
-    pub(crate) weights: Weights,
+    #[command(flatten)]
+    pub(crate) loading: Loading,
 
     #[command(flatten, next_help_heading = "Options of single models")]
     pub(crate) options: Model,

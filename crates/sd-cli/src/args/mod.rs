@@ -2,6 +2,7 @@
 
 mod generate;
 mod model;
+mod outcome;
 mod plan;
 mod vae;
 mod video;
@@ -12,7 +13,8 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 pub(crate) use generate::{Generate, Preview, Sides};
-pub(crate) use model::{Model, Parts, Resources, Weights};
+pub(crate) use model::{Loading, Machine, Model, Parts, Weights};
+pub(crate) use outcome::{Noise, Size};
 pub(crate) use plan::Plan;
 pub(crate) use vae::{Tile, Vae, VaeFiles};
 pub(crate) use video::{Video, VideoParts};
@@ -156,7 +158,7 @@ pub(crate) struct RpcServer {
     pub(crate) device: Vec<String>,
 
     /// Threads that compute on the processor [default: as many as there are].
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(short, long, value_name = "N", value_parser = model::threads, allow_negative_numbers = true)]
     pub(crate) threads: Option<usize>,
 
     /// Folder in which large weights are kept, so that clients need not send them again. It is never emptied.

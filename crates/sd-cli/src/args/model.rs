@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use sd_backend::{DType, Mapping, MemoryBudgets, Placement};
+use sd_backend::{
+    Backend, BackendOptions, DType, Device, Ledger, Mapping, MemoryBudgets, Placement,
+};
 use sd_graph::{LoadOptions, TensorTypes};
 use sd_models::{ModelArgs, ModelFiles, PipelineBuilder};
 
@@ -79,9 +81,29 @@ fn lora(text: &str) -> Result<(PathBuf, f32), String> {
     Ok((path.into(), strength))
 }
 
-/// Where the model runs, and in how much memory.
+/// Which model is loaded, in which types, and where to.
 #[derive(Debug, Args)]
-pub(crate) struct Resources {
+pub(crate) struct Loading {
+    #[command(flatten, next_help_heading = "Parts of the model")]
+    pub(crate) parts: Parts,
+
+    #[command(flatten, next_help_heading = "Devices and memory")]
+    resources: Resources,
+
+    #[command(flatten, next_help_heading = "Types of weights")]
+    weights: Weights,
+}
+
+impl Loading {
+    /// Passes on where to and in which types.
+    pub(crate) fn apply<P>(&self, builder: PipelineBuilder<P>) -> PipelineBuilder<P> {
+        self.weights.apply(self.resources.apply(builder))
+    }
+}
+
+/// A device, and what is granted of the machine.
+#[derive(Debug, Args)]
+pub(crate) struct Machine {
     /// Device to run on: auto, cpu, gpu, the name of one, or rpc://HOST:PORT for one of a server.
     #[arg(short, long, value_name = "NAME", default_value = "auto")]
     pub(crate) device: String,
@@ -90,24 +112,63 @@ pub(crate) struct Resources {
     #[arg(long, value_name = "BUDGET", default_value = "auto")]
     pub(crate) memory_budget: MemoryBudgets,
 
+    /// Threads that compute on the processor [default: as many as there are].
+    #[arg(short, long, value_name = "N", value_parser = threads, allow_negative_numbers = true)]
+    pub(crate) threads: Option<usize>,
+}
+
+impl Machine {
+    /// The device, with what is granted.
+    pub(crate) fn backend(&self) -> Result<Backend, sd_backend::Error> {
+        let mut options =
+            BackendOptions::default().ledger(&Ledger::new(self.memory_budget.clone()));
+        if let Some(threads) = self.threads {
+            options = options.threads(threads);
+        }
+        Backend::new(Device::select(&self.device)?, &options)
+    }
+}
+
+/// A number of threads, at least one.
+pub(super) fn threads(text: &str) -> Result<usize, String> {
+    let threads = text
+        .parse()
+        .map_err(|_| "a number is expected".to_owned())?;
+    match threads {
+        0 => Err("at least 1 thread is needed".to_owned()),
+        _ => Ok(threads),
+    }
+}
+
+/// Where the model runs, and in how much memory.
+#[derive(Debug, Args)]
+pub(crate) struct Resources {
+    #[command(flatten)]
+    machine: Machine,
+
     /// Where the parts go: a device for all, or by part, such as diffusion=cuda0,vae=cpu,text-encoder=cuda0@disk. After
     /// an @: where the part's weights are while it does not run (device, host, disk). The rest is chosen.
     #[arg(long, value_name = "PLACEMENT")]
-    pub(crate) placement: Option<Placement>,
+    placement: Option<Placement>,
 
     /// Use weight files where they lie in memory: auto, never, always (also where a device does not say it can).
     #[arg(long, value_name = "MODE", default_value = "auto")]
-    pub(crate) mapping: Mapping,
+    mapping: Mapping,
 }
 
 impl Resources {
     /// Passes them on.
     pub(crate) fn apply<P>(&self, builder: PipelineBuilder<P>) -> PipelineBuilder<P> {
-        builder
-            .device(self.device.as_str())
+        let machine = &self.machine;
+        let builder = builder
+            .device(machine.device.as_str())
             .placement(self.placement.clone().unwrap_or_default())
             .mapping(self.mapping)
-            .memory_budget(self.memory_budget.clone())
+            .memory_budget(machine.memory_budget.clone());
+        match machine.threads {
+            Some(threads) => builder.threads(threads),
+            None => builder,
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::TypedValueParser;
 
-use super::{Model, Parts, Resources, VideoParts, Weights};
+use super::{Loading, Model, Size, VideoParts};
 
 /// Arguments of `sd plan`.
 #[derive(Debug, Args)]
@@ -14,13 +14,8 @@ pub(crate) struct Plan {
     #[arg(value_name = "MODEL", required_unless_present = "transformer")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Width in pixels [default: the model's].
-    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) width: Option<usize>,
-
-    /// Height in pixels [default: the model's].
-    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) height: Option<usize>,
+    #[command(flatten)]
+    pub(crate) size: Size,
 
     /// Frames of a clip [default: the model's].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
@@ -51,17 +46,11 @@ pub(crate) struct Plan {
     pub(crate) json: bool,
 
     // Groups come last: a heading holds for all that follows.
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
+    #[command(flatten)]
+    pub(crate) loading: Loading,
 
     #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) video_parts: VideoParts,
-
-    #[command(flatten, next_help_heading = "Devices and memory")]
-    pub(crate) resources: Resources,
-
-    #[command(flatten, next_help_heading = "Types of weights")]
-    pub(crate) weights: Weights,
 
     #[command(flatten, next_help_heading = "Options of single models")]
     pub(crate) options: Model,

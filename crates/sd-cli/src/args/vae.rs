@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use sd_backend::MemoryBudgets;
 use sd_models::FrameRate;
 
-use super::Sides;
+use super::{Machine, Sides};
 
 /// What to do with a VAE.
 #[derive(Debug, Subcommand)]
@@ -83,15 +82,6 @@ pub(crate) struct VaeFiles {
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Device to run on: auto, cpu, gpu, the name of one, or rpc://HOST:PORT for one of a server.
-    #[arg(short, long, value_name = "NAME", default_value = "auto")]
-    pub(crate) device: String,
-
-    /// Memory that may be used: auto, 8GiB, free-2GiB, or by device: cuda0=8GiB,cpu=4GiB.
-    #[arg(long, value_name = "BUDGET", default_value = "auto")]
-    pub(crate) memory_budget: MemoryBudgets,
-
-    /// Threads that compute on the processor [default: as many as there are].
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) threads: Option<usize>,
+    #[command(flatten)]
+    pub(crate) machine: Machine,
 }

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use sd_models::minimax_h3::QkvOrder;
-use sd_models::{ModelFiles, Rng};
+use sd_models::{ModelFiles, PipelineBuilder, VideoPipeline};
 
-use super::{Parts, Resources, Weights};
+use super::{Loading, Noise, Size};
 
 /// Arguments of `sd video`.
 #[derive(Debug, Args)]
@@ -20,13 +20,8 @@ pub(crate) struct Video {
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Width in pixels, brought to a multiple of 32 [default: by the aspect of the first or last frame, or the model's].
-    #[arg(short = 'W', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) width: Option<usize>,
-
-    /// Height in pixels, brought to a multiple of 32.
-    #[arg(short = 'H', long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) height: Option<usize>,
+    #[command(flatten)]
+    pub(crate) size: Size,
 
     /// Frames, 24 a second; the next 17 n + 5 are made [default: the model's, 124].
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
@@ -36,23 +31,8 @@ pub(crate) struct Video {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) steps: Option<usize>,
 
-    /// Seed of all noise: the same seed and settings give the same clip.
-    #[arg(
-        short,
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
-    pub(crate) seed: u64,
-
-    /// Whose random numbers the seed stands for: PyTorch's on a processor (cpu), or on a graphics card of NVIDIA (cuda).
-    #[arg(long, value_name = "cpu|cuda", default_value_t = Rng::default())]
-    pub(crate) rng: Rng,
-
-    /// Threads that compute on the processor [default: as many as there are].
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
-    pub(crate) threads: Option<usize>,
+    #[command(flatten)]
+    pub(crate) noise: Noise,
 
     /// File to write. Its ending says what: .avi (JPEG pictures and plain samples, which every player knows) needs no other
     /// program, .mp4, .mkv, .webm, .mov and .gif are written by ffmpeg; .png becomes an animation with a WAV file beside it, and
@@ -72,17 +52,11 @@ pub(crate) struct Video {
     #[command(flatten, next_help_heading = "What the clip is made from")]
     pub(crate) given: Given,
 
-    #[command(flatten, next_help_heading = "Parts of the model")]
-    pub(crate) parts: Parts,
+    #[command(flatten)]
+    pub(crate) loading: Loading,
 
     #[command(flatten, next_help_heading = "Parts of the model")]
     pub(crate) video_parts: VideoParts,
-
-    #[command(flatten, next_help_heading = "Devices and memory")]
-    pub(crate) resources: Resources,
-
-    #[command(flatten, next_help_heading = "Types of weights")]
-    pub(crate) weights: Weights,
 }
 
 /// What a clip is made from beside the prompt.
@@ -124,7 +98,7 @@ pub(crate) struct VideoParts {
     /// How queries, keys and values lie in files that keep them as one matrix, which such files do not say: `stacked` as in those for
     /// ComfyUI, `by-head` as in those of MiniMax H3's authors.
     #[arg(long, value_name = "ORDER", default_value = "stacked")]
-    pub(crate) qkv_order: Order,
+    qkv_order: Order,
 }
 
 /// Orders of queries, keys and values.
@@ -155,5 +129,13 @@ impl VideoParts {
             files = files.sound_vae(path);
         }
         files
+    }
+
+    /// Passes on how the transformer's file is laid out.
+    pub(crate) fn apply(
+        &self,
+        builder: PipelineBuilder<VideoPipeline>,
+    ) -> PipelineBuilder<VideoPipeline> {
+        builder.qkv_order(self.qkv_order.into())
     }
 }

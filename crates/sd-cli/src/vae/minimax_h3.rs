@@ -6,10 +6,10 @@ use sd_models::minimax_h3::video_vae::{Posterior, Tiling, VideoVae};
 use sd_models::wan_vae::{Clip, Latents};
 use sd_models::{Error as ModelError, FrameRate, Image};
 
-use super::{Report, backend, check_same};
+use super::{Report, check_same};
 use crate::args::{Tile, VaeFiles};
 use crate::clips::{Input, Output};
-use crate::error::Error;
+use crate::error::{Error, refuse};
 
 struct Opened {
     vae: VideoVae,
@@ -20,11 +20,8 @@ struct Opened {
 
 fn open(files: &VaeFiles) -> Result<Opened, Error> {
     if let Some(sides) = files.circular {
-        return Err(Error::Option {
-            option: "circular",
-            value: format!("{sides:?}").to_lowercase(),
-            reason: "this VAE cannot join sides".to_owned(),
-        });
+        let sides = format!("{sides:?}").to_lowercase();
+        return refuse("circular", sides, "this VAE cannot join sides");
     }
     let vae = VideoVae::open(&files.vae, &LoadOptions::default())?;
     let scale = vae.config().scale_factor();
@@ -39,7 +36,7 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
     };
     Ok(Opened {
         vae,
-        backend: backend(files)?,
+        backend: files.machine.backend()?,
         tiling,
         cancel: Cancel::new(),
     })

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
-use sd_backend::{Backend, BackendOptions, Bytes, Device, Ledger};
+use sd_backend::{Backend, Bytes};
 use sd_graph::{Cancel, Checkpoint, LoadOptions};
 use sd_models::minimax_h3::video_vae::VideoVae;
 use sd_models::wan_vae::{Clip, ClipReport, Latents, Tiling, WanVae, Work};
@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::args::{Tile, Vae, VaeFiles};
 use crate::clips::{Input, Output};
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::json;
 
 /// What `--json` prints.
@@ -85,11 +85,8 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
     let scale = vae.config().scale_factor();
     let tiling = match files.tile {
         Tile::Pixels(pixels) if pixels / scale < 2 => {
-            return Err(Error::Option {
-                option: "tile",
-                value: pixels.to_string(),
-                reason: format!("at least {} pixels are needed", 2 * scale),
-            });
+            let reason = format!("at least {} pixels are needed", 2 * scale);
+            return refuse("tile", pixels, reason);
         }
         Tile::Pixels(pixels) => Tiling::Squares(pixels / scale),
         Tile::Auto => Tiling::Fit,
@@ -97,19 +94,10 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
     };
     Ok(Opened {
         vae,
-        backend: backend(files)?,
+        backend: files.machine.backend()?,
         work: Work::from(tiling).circular(files.circular.map(Into::into).unwrap_or_default()),
         cancel: Cancel::new(),
     })
-}
-
-/// The device that was asked for.
-fn backend(files: &VaeFiles) -> Result<Backend, Error> {
-    let mut options = BackendOptions::default().ledger(&Ledger::new(files.memory_budget.clone()));
-    if let Some(threads) = files.threads {
-        options = options.threads(threads);
-    }
-    Ok(Backend::new(Device::select(&files.device)?, &options)?)
 }
 
 /// Refuses a clip where the VAE is for pictures.

@@ -12,14 +12,12 @@ use serde::Serialize;
 
 use crate::args::Video;
 use crate::clips::{Output, check_writable};
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::figures::{file_size, peak_resident, seconds, timed};
-use crate::generate::size;
 use crate::json;
 use crate::makes::Makes;
 use crate::preview::Previews;
 use crate::progress::Display;
-use crate::tiny;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
@@ -92,26 +90,15 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     Output::new(&arguments.output, 1, frame_rate(), &arguments.ffmpeg).map(drop)?;
     let mut display = Display::new(arguments.json || is_quiet, Previews::default());
 
-    let model = match (&arguments.model, &arguments.parts.transformer) {
-        (Some(model), _) => Some(model.clone()),
-        // Made of parts alone.
-        (None, Some(_)) => None,
-        (None, None) => Some(tiny::find(tiny::CLIPS)?),
-    };
-    Makes::Clips.check(model.as_deref(), &arguments.parts)?;
-    let files = arguments.parts.files(model.as_deref());
-    let files = arguments.video_parts.add_to(files);
-    let builder = VideoPipeline::open(files)?;
-    let builder = arguments.resources.apply(builder);
-    let mut builder = arguments.weights.apply(builder);
-    builder = builder.qkv_order(arguments.video_parts.qkv_order.into());
-    if let Some(threads) = arguments.threads {
-        builder = builder.threads(threads);
-    }
+    let parts = &arguments.loading.parts;
+    let model = Makes::Clips.find(arguments.model.as_deref(), parts)?;
+    let files = arguments.video_parts.add_to(parts.files(model.as_deref()));
+    let builder = arguments.loading.apply(VideoPipeline::open(files)?);
+    let builder = arguments.video_parts.apply(builder);
     let mut request = VideoRequest::new(&arguments.prompt)
-        .seed(arguments.seed)
-        .rng(arguments.rng);
-    if let Some((width, height)) = size(arguments.width, arguments.height) {
+        .seed(arguments.noise.seed)
+        .rng(arguments.noise.rng);
+    if let Some((width, height)) = arguments.size.sides() {
         request = request.size(width, height);
     }
     if let Some(frames) = arguments.frames {
@@ -156,7 +143,7 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     let report = Report {
         model: model
             .as_ref()
-            .or(arguments.parts.transformer.as_ref())
+            .or(parts.transformer.as_ref())
             .map(|path| path.display().to_string())
             .unwrap_or_default(),
         device: pipeline.device().name(),
@@ -250,26 +237,18 @@ fn frame_rate() -> FrameRate {
 
 /// Refuses what can be refused before a model is loaded.
 fn check(arguments: &Video) -> Result<(), Error> {
-    let refuse = |option, value: String, reason: &str| {
-        Err(Error::Option {
-            option,
-            value,
-            reason: reason.to_owned(),
-        })
-    };
     for (option, value) in [
-        ("width", arguments.width),
-        ("height", arguments.height),
+        ("width", arguments.size.width),
+        ("height", arguments.size.height),
         ("frames", arguments.frames),
-        ("threads", arguments.threads),
     ] {
         if value == Some(0) {
-            return refuse(option, "0".to_owned(), "at least 1 is needed");
+            return refuse(option, 0, "at least 1 is needed");
         }
     }
     if let Some(steps) = arguments.steps.filter(|steps| !(2..=1000).contains(steps)) {
         let reason = "from 2 (one call of the transformer) to 1000 are possible";
-        return refuse("steps", steps.to_string(), reason);
+        return refuse("steps", steps, reason);
     }
     let given = &arguments.given;
     let counts = [&given.ref_image, &given.ref_video, &given.ref_audio].map(Vec::len);
@@ -277,7 +256,7 @@ fn check(arguments: &Video) -> Result<(), Error> {
     for ((option, count), most) in options.into_iter().zip(counts).zip(MOST_OF_EACH) {
         if count > most {
             let reason = format!("at most {most} are possible");
-            return refuse(option, format!("({count} files)"), &reason);
+            return refuse(option, format!("({count} files)"), reason);
         }
     }
     if let [sound, ..] = &given.ref_audio[..]
@@ -285,13 +264,13 @@ fn check(arguments: &Video) -> Result<(), Error> {
         && given.ref_video.is_empty()
     {
         let reason = "sound needs a picture (--ref-image) or a clip (--ref-video) beside it";
-        return refuse("ref-audio", sound.display().to_string(), reason);
+        return refuse("ref-audio", sound.display(), reason);
     }
     let folder = arguments.output.parent();
     let folder = folder.filter(|folder| !folder.as_os_str().is_empty());
     if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
         let reason = format!("there is no folder {}", folder.display());
-        return refuse("output", arguments.output.display().to_string(), &reason);
+        return refuse("output", arguments.output.display(), reason);
     }
     Ok(())
 }

@@ -209,7 +209,7 @@ fn numbers_that_make_no_picture_are_refused() {
         (&["--guidance", "0"], &["--guidance 0"]),
         (&["--guidance", "NaN"], &["--guidance NaN"]),
         (&["--guidance", "-2"], &["--guidance -2"]),
-        (&["--threads", "0"], &["--threads 0"]),
+        (&["--threads", "0"], &["--threads <N>", "at least 1 thread"]),
         (&["--seed", "-1"], &["--seed"]),
         (
             &["--device", "quantum0"],

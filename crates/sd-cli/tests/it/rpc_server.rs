@@ -191,7 +191,10 @@ fn what_cannot_be_served_is_refused() {
     for (arguments, parts) in [
         (vec!["--port", &port], vec!["cannot serve", &port, "in use"]),
         (vec!["--device", "nothing"], vec!["no device fits", "CPU"]),
-        (vec!["--threads", "0"], vec!["--threads 0"]),
+        (
+            vec!["--threads", "0"],
+            vec!["--threads <N>", "at least 1 thread"],
+        ),
         (vec!["--host", "example"], vec!["IPv4 address"]),
         (vec!["--port", "65536"], vec!["65536"]),
         (vec!["--cache", "nowhere"], vec!["nowhere", "not a folder"]),
