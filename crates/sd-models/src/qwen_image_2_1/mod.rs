@@ -6,6 +6,7 @@
 //! [`autoencoder_kl_qwenimage21.py`](https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage21.py).
 
 mod condition;
+mod decoding;
 mod encoding;
 mod files;
 mod layout;
@@ -16,12 +17,13 @@ mod prompt;
 mod reading;
 mod references;
 mod transformer;
+mod velocity;
 
 pub use crate::canvas::Canvas;
 pub use crate::wan_vae::{Config as VaeConfig, Decoder as VaeDecoder, Encoder as VaeEncoder};
 pub use condition::Condition;
 pub use layout::{AttentionRun, Layout, Segment};
-pub use model::{IN_ORDER, QwenImage21, Step, StepReport};
+pub use model::{IN_ORDER, QwenImage21};
 pub(crate) use names::TRANSFORMER;
 pub use names::with_loras;
 pub(crate) use prefix::ModelIdentity;
@@ -30,6 +32,7 @@ pub use prompt::{PromptTokenizer, TokenizedPrompt};
 pub use references::{MOST_REFERENCES, RESOLUTIONS, References};
 pub(crate) use references::{Reference, dimensions, reference_sizes, segments_for};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
+pub use velocity::{Step, StepReport};
 
 /// Sides of a picture are multiples of this many pixels: the VAE's 16, and two latents to an image slot.
 pub const SIZE_MULTIPLE: usize = 32;
