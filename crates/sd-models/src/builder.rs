@@ -12,9 +12,12 @@ use crate::error::Result;
 use crate::minimax_h3::QkvOrder;
 use crate::model_files::ModelFiles;
 use crate::pipeline::Pipeline;
-use crate::qwen_image_2_1::{IN_ORDER, PrefixCache, QwenImage21, reference_sizes, segments_for};
+use crate::qwen_image_2_1::{
+    IN_ORDER, MemoryPlan, PrefixCache, QwenImage21, Scene, find_largest, reference_sizes,
+    segments_for,
+};
 use crate::request::{Defaults, rounded};
-use crate::seating::{Backends, MemoryPlan, Scene, Seating, Wishes};
+use crate::seating::{Backends, Seating, Wishes};
 
 /// Tokens of a prompt of common length, for what is decided before there is one.
 pub(crate) const COMMON_PROMPT: usize = 64;
@@ -139,7 +142,7 @@ impl PipelineBuilder<Pipeline> {
         let size = size.or(scaled().next_back());
         let (width, height) = rounded(size.unwrap_or((defaults.width, defaults.height)))?;
         let scale = model.scale_factor();
-        let (seating, canvas) = Seating::find_largest(
+        let (seating, canvas) = find_largest(
             &model,
             &self.wishes,
             &mut Backends::new(self.backend.clone()),
@@ -198,7 +201,7 @@ impl PipelineBuilder<Pipeline> {
         let mut model = QwenImage21::open(self.files.clone(), &self.load)?;
         let scale = model.scale_factor();
         let size = (defaults.height / scale, defaults.width / scale);
-        let (seating, _) = Seating::find_largest(
+        let (seating, _) = find_largest(
             &model,
             &self.wishes,
             &mut backends,

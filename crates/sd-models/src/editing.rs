@@ -8,11 +8,10 @@ use crate::error::Result;
 use crate::image::Image;
 use crate::pipeline::Pipeline;
 use crate::qwen_image_2_1::{
-    Condition, Reference, References, dimensions, reference_sizes, segments_for,
+    Condition, Reference, References, Scene, dimensions, reference_sizes, segments_for,
 };
 use crate::resample::{lanczos, on_white};
 use crate::rope::Size;
-use crate::seating::Scene;
 
 /// A picture of two by two latents, the smallest there is.
 const SMALLEST: (usize, usize) = (2, 2);

@@ -1,39 +1,14 @@
-//! Finding out where the parts of a model go and what that takes, before anything is loaded.
+//! Finding out where the parts of any model go and what that takes, before anything is loaded. What they need is each family's own
+//! `seating.rs`.
 
 use sd_backend::{
     Backend, BackendOptions, Component, DType, Device, DeviceChoice, DeviceKind, Ledger, Mapping,
     Need, Placement, Residence, Seat, Streamed, peak, seats,
 };
-use sd_graph::{Estimate, Fallback, Weights};
+use sd_graph::{Estimate, Weights};
 
 use crate::error::{Error, Result};
-use crate::qwen_image_2_1::{Canvas, IN_ORDER, PrefixCache, QwenImage21, Segment};
-use crate::rope::Size;
-
-/// What a picture needs, found without loading anything.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryPlan {
-    /// Width in pixels.
-    pub width: usize,
-    /// Height in pixels.
-    pub height: usize,
-    /// Pixels along a side of what is decoded at once, where memory does not suffice for all.
-    pub vae_tile: Option<usize>,
-    /// Where each part goes, and why, in the order in which they run.
-    pub seats: Vec<Seat>,
-    /// What reads reference pictures before that, if there are any: the vision tower, and the VAE's encoder. Their weights
-    /// are loaded for it alone.
-    pub readers: Vec<Seat>,
-    /// Width and height in pixels that reference pictures are scaled to.
-    pub references: Vec<(usize, usize)>,
-    /// What each device has to hold; the one that runs the steps is first.
-    pub devices: Vec<DeviceNeed>,
-    /// Weights that cannot be given the type asked for, and what they get.
-    pub fallbacks: Vec<Fallback>,
-    /// What is kept of each prompt while its steps run, if anything is to be.
-    pub prefix_cache: Option<PrefixNeed>,
-}
+use crate::qwen_image_2_1::{IN_ORDER, PrefixCache};
 
 /// What keys and values of a prompt, its reference pictures included, take while its steps run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,13 +41,6 @@ impl DeviceNeed {
     pub fn fits(&self) -> bool {
         self.available
             .is_none_or(|available| self.peak <= available)
-    }
-}
-
-impl MemoryPlan {
-    /// Whether it fits now.
-    pub fn fits(&self) -> bool {
-        self.devices.iter().all(DeviceNeed::fits)
     }
 }
 
@@ -137,71 +105,7 @@ pub(crate) struct Seating {
     pub(crate) prefix: Option<PrefixNeed>,
 }
 
-/// What a picture is like, as far as memory goes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Scene<'s> {
-    /// The prompt, reference pictures included.
-    pub(crate) prompt: &'s [Segment],
-    /// Pixels of the reference pictures that have to be read first.
-    pub(crate) reading: &'s [Size],
-    /// Passes of a step: two with guidance.
-    pub(crate) passes: u64,
-    pub(crate) canvas: Canvas,
-    /// Whether keeping keys and values of the prompt saves anything.
-    pub(crate) reads_prefix: bool,
-}
-
 impl Seating {
-    /// Finds places for the parts of `model`, for a picture of `scene`.
-    ///
-    /// What is kept between steps only saves time: it is kept if everything else stays where it would be without.
-    /// `held` says how much of a device's memory is held already by the pipeline that asks and would be given back.
-    pub(crate) fn find(
-        model: &QwenImage21,
-        wishes: &Wishes,
-        backends: &mut Backends,
-        scene: Scene<'_>,
-        held: impl Fn(Device) -> u64,
-    ) -> Result<Seating> {
-        let prefix = model.prefix_type(wishes.prefix);
-        let prefix = prefix.filter(|_| scene.reads_prefix);
-        let mut runs = Vec::with_capacity(IN_ORDER.len());
-        for component in IN_ORDER {
-            let wish = wishes.placement.of(component);
-            let choice = wish.device.as_ref().unwrap_or(&wishes.device);
-            let backend = backends.on(choice.resolve()?)?;
-            let estimate =
-                model.estimate(component, backend, scene.prompt, scene.canvas, prefix)?;
-            runs.push((backend.device(), estimate));
-        }
-        let readers = readers(model, backends, &runs, scene.reading, &held)?;
-        let runs = Runs {
-            parts: runs,
-            readers,
-            passes: scene.passes,
-        };
-        let weights = IN_ORDER.map(|component| model.weights(component));
-        let without = Seating::with_runs(weights, wishes, backends.ledger(), &runs, false, &held)?;
-        let parts = runs.parts.iter();
-        let stored = parts.map(|(_, estimate)| estimate.cache_bytes).sum();
-        let Some(dtype) = prefix.filter(|_| stored > 0) else {
-            return Ok(without);
-        };
-        let with = Seating::with_runs(weights, wishes, backends.ledger(), &runs, true, &held)?;
-        let fits = with.devices.iter().all(DeviceNeed::fits) && with.is_like(&without);
-        let prefix = Some(PrefixNeed {
-            dtype,
-            bytes: stored,
-            fits,
-        });
-        let found = if fits {
-            with.with_smallest_of(&without)
-        } else {
-            without
-        };
-        Ok(Seating { prefix, ..found })
-    }
-
     /// Finds places for parts with these `weights`, in the order of [`IN_ORDER`], that take what `runs` says, with or without
     /// what is kept between steps.
     pub(crate) fn with_runs(
@@ -235,43 +139,13 @@ impl Seating {
         self.mapping == other.mapping && seats.all(|(one, other)| place(one) == place(other))
     }
 
-    /// As [`Seating::find`]; where its canvas does not fit, for the largest squares of it that do, or else for the smallest. The
-    /// smallest budgets are those for the smallest squares.
-    pub(crate) fn find_largest(
-        model: &QwenImage21,
-        wishes: &Wishes,
-        backends: &mut Backends,
-        scene: Scene<'_>,
-        held: impl Fn(Device) -> u64,
-    ) -> Result<(Seating, Canvas)> {
-        let mut find = |canvas| {
-            let scene = Scene { canvas, ..scene };
-            Seating::find(model, wishes, backends, scene, &held)
-        };
-        let canvas = scene.canvas;
-        let mut found = (find(canvas)?, canvas);
-        for smaller in canvas.smaller() {
-            if found.0.fits() {
-                break;
-            }
-            found = (find(smaller)?, smaller);
-        }
-        let (seating, found) = found;
-        match canvas.smaller().last() {
-            Some(smallest) if smallest != found => {
-                let smallest = find(smallest)?;
-                Ok((seating.with_smallest_of(&smallest), found))
-            }
-            _ => Ok((seating, found)),
-        }
-    }
-
     /// Whether it fits now.
     pub(crate) fn fits(&self) -> bool {
         self.devices.iter().all(DeviceNeed::fits)
     }
 
-    fn with_smallest_of(mut self, other: &Seating) -> Seating {
+    /// With the smaller of the smallest budgets of both.
+    pub(crate) fn with_smallest_of(mut self, other: &Seating) -> Seating {
         for (need, other) in self.devices.iter_mut().zip(&other.devices) {
             need.smallest = need.smallest.min(other.smallest);
         }
@@ -432,45 +306,6 @@ pub(crate) struct Runs {
     /// What is in memory only for a while: what reads reference pictures.
     pub(crate) readers: Vec<Need>,
     pub(crate) passes: u64,
-}
-
-/// What reading reference pictures of so many pixels needs: each by itself, the largest needs most. The vision tower runs
-/// where the text encoder does, the VAE's encoder where its decoder does; their weights are loaded for that alone.
-fn readers(
-    model: &QwenImage21,
-    backends: &mut Backends,
-    parts: &[(Device, Estimate)],
-    reading: &[Size],
-    held: &impl Fn(Device) -> u64,
-) -> Result<Vec<Need>> {
-    let largest = reading.iter().max_by_key(|size| size.height * size.width);
-    let device_of = |component| {
-        let mut parts = IN_ORDER.into_iter().zip(parts);
-        parts.find_map(|(found, (device, _))| (found == component).then_some(*device))
-    };
-    let (Some(&size), Some(looks), Some(encodes)) = (
-        largest,
-        device_of(Component::TextEncoder),
-        device_of(Component::Vae),
-    ) else {
-        return Ok(Vec::new());
-    };
-    let reader = model.reader()?;
-    let estimate = reader.tower_estimate(backends.on(looks)?, size)?;
-    let weights = reader.sight().weights();
-    let tower = passing_need(Component::TextEncoder, looks, weights, &estimate)?;
-    let left = backends.ledger().report(encodes).available;
-    let room = left.map(|left| left.saturating_add(held(encodes)));
-    let (weights, compute) = reader.encoder_bytes(backends.on(encodes)?, size, room)?;
-    let encoder = Need {
-        component: Component::Vae,
-        device: encodes,
-        residence: Some(Residence::Disk),
-        weights,
-        compute,
-        streamed: None,
-    };
-    Ok(vec![tower, encoder])
 }
 
 /// What needs these `weights` on `device` while it runs, and has them there for that alone.

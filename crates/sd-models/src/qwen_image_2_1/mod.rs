@@ -16,6 +16,7 @@ mod prefix;
 mod prompt;
 mod reading;
 mod references;
+mod seating;
 mod transformer;
 mod velocity;
 
@@ -31,6 +32,8 @@ pub use prefix::{ModelArgs, Prefix, PrefixCache};
 pub use prompt::{PromptTokenizer, TokenizedPrompt};
 pub use references::{MOST_REFERENCES, RESOLUTIONS, References};
 pub(crate) use references::{Reference, dimensions, reference_sizes, segments_for};
+pub use seating::MemoryPlan;
+pub(crate) use seating::{Scene, find_largest};
 pub use transformer::{Transformer, TransformerConfig, timestep_embedding};
 pub use velocity::{Step, StepReport};
 
