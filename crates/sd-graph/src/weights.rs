@@ -76,6 +76,11 @@ impl Weights {
         self.residence
     }
 
+    /// Whether [`Weights::load`] has seen to it that they are on the host or on the disk, for those that live there.
+    pub fn is_home(&self) -> bool {
+        self.params.iter().all(|param| param.home().is_some())
+    }
+
     /// Whether their files may be mapped.
     pub fn mapping(&self) -> Mapping {
         self.mapping

@@ -1,11 +1,10 @@
 //! One part of a model, opened.
 
-use sd_graph::{Declarations, Fallback, LoadOptions, Scope, Weights};
+use sd_graph::{Checkpoint, Declarations, Fallback, LoadOptions, Scope, Weights};
 
 use crate::error::Result;
-use crate::sources::Source;
 
-/// One part of a model: what it computes, and the weights that it declared to need.
+/// One part of a model, or a half of a VAE: what it computes, and the weights that it declared to need.
 #[derive(Debug)]
 pub(crate) struct Part<M> {
     pub(crate) module: M,
@@ -15,24 +14,22 @@ pub(crate) struct Part<M> {
 }
 
 impl<M> Part<M> {
-    /// Declares what `new` needs of the part called `name`, whose tensors are those of `source`.
-    pub(crate) fn open<C>(
-        source: &Source<C>,
-        name: &str,
-        options: &LoadOptions,
-        new: impl FnOnce(&Scope<'_>, &C) -> M,
+    /// Declares what `new` needs of the tensors of `checkpoint`.
+    pub(crate) fn open(
+        checkpoint: &Checkpoint,
+        options: LoadOptions,
+        new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Part<M>> {
-        let declarations = Declarations::new(&source.checkpoint, options.clone().component(name));
-        Part::declared(source, declarations, new)
+        Part::declared(checkpoint, Declarations::new(checkpoint, options), new)
     }
 
     /// As [`Part::open`], against what was begun to declare.
-    pub(crate) fn declared<C>(
-        source: &Source<C>,
+    pub(crate) fn declared(
+        checkpoint: &Checkpoint,
         declarations: Declarations<'_>,
-        new: impl FnOnce(&Scope<'_>, &C) -> M,
+        new: impl FnOnce(&Scope<'_>) -> M,
     ) -> Result<Part<M>> {
-        let module = new(&declarations.root(), &source.config);
+        let module = new(&declarations.root());
         let fallbacks = declarations.fallbacks();
         let unused = declarations.unused_adapters();
         let params = declarations.finish()?;
@@ -41,7 +38,7 @@ impl<M> Part<M> {
         }
         Ok(Part {
             module,
-            weights: Weights::new(source.checkpoint.clone(), params),
+            weights: Weights::new(checkpoint.clone(), params),
             fallbacks,
         })
     }

@@ -61,8 +61,9 @@ impl Conditioner {
         source: &Source<qwen3_vl::Config>,
         tokenizer: Tokenizer,
     ) -> Result<Conditioner> {
-        let text = Part::open(source, "text_encoder", options, |root, config| {
-            TextModel::truncated(root, &config.text_config, LAYERS)
+        let own = options.clone().component("text_encoder");
+        let text = Part::open(&source.checkpoint, own, |root| {
+            TextModel::truncated(root, &source.config.text_config, LAYERS)
         })?;
         let mut names = source.checkpoint.tensors().map(|(name, _)| name);
         let has_tower = names.any(|name| name.starts_with("model.visual."));

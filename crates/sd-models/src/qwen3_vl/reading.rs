@@ -44,7 +44,8 @@ impl Sight {
         vision: &VisionConfig,
         options: &LoadOptions,
     ) -> Result<Sight> {
-        let mut tower = Part::open(text, "text_encoder", options, |root, _| {
+        let options = options.clone().component("text_encoder");
+        let mut tower = Part::open(&text.checkpoint, options, |root| {
             VisionTower::new(root, vision)
         })?;
         // Of its file it is a part, and what is mapped counts as a whole.

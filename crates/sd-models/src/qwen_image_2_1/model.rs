@@ -87,17 +87,22 @@ impl QwenImage21 {
         }
         let vae_names = Names::of(&vae.checkpoint);
         let of = |name| options.clone().component(name);
-        let text = Part::open(&text_encoder, "text_encoder", options, |root, config| {
-            TextModel::new(root, &config.text_config)
+        let text = Part::open(&text_encoder.checkpoint, of("text_encoder"), |root| {
+            TextModel::new(root, &text_encoder.config.text_config)
         })?;
         let reader = Reader::open(&files, options, &text_encoder, &vae)?;
         let declarations = Declarations::new(&transformer.checkpoint, of("transformer"));
-        let transformer =
-            Part::declared(&transformer, declarations.adapt(adapters), Transformer::new)?;
+        let transformer = Part::declared(
+            &transformer.checkpoint,
+            declarations.adapt(adapters),
+            |root| Transformer::new(root, &transformer.config),
+        )?;
         let declarations = Declarations::new(&vae.checkpoint, of("vae"));
         let declarations = declarations.translate(move |name| vae_names.in_file(name));
-        let vae_config = vae.config.clone();
-        let vae = Part::declared(&vae, declarations, VaeDecoder::new)?;
+        let vae_config = vae.config;
+        let vae = Part::declared(&vae.checkpoint, declarations, |root| {
+            VaeDecoder::new(root, &vae_config)
+        })?;
         Ok(QwenImage21 {
             prompts,
             scheduler,

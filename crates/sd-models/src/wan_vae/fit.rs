@@ -118,16 +118,30 @@ impl Fit {
         })
     }
 
-    /// Refuses what does not fit.
-    pub(crate) fn check(&self, backend: &Backend) -> Result<()> {
-        if self.fits() {
-            return Ok(());
+    /// Refuses what does not fit. Takes `other` weights, which are not needed for it, out of memory if there is no room for them
+    /// beside it; its `own` may be there already.
+    pub(crate) fn make_room(
+        &self,
+        backend: &Backend,
+        own: &Weights,
+        other: &mut Weights,
+    ) -> Result<()> {
+        let (device, ledger): (_, &Ledger) = (backend.device(), backend.ledger());
+        if !self.fits() {
+            return Err(Error::TooLittleMemory {
+                source: ledger.refused(device, self.bytes),
+                smallest: self.smallest,
+            });
         }
-        let ledger: &Ledger = backend.ledger();
-        Err(Error::TooLittleMemory {
-            source: ledger.refused(backend.device(), self.bytes),
-            smallest: self.smallest,
-        })
+        let more = self.bytes.saturating_sub(own.device_bytes());
+        if ledger
+            .report(device)
+            .available
+            .is_some_and(|left| more > left)
+        {
+            other.unload();
+        }
+        Ok(())
     }
 
     /// Of `canvas` for `tiling`: the first way of working that fits, or else the last. `need` tells the bytes beside weights;

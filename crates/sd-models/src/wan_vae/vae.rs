@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use sd_backend::{Backend, Mapping, Residence};
-use sd_graph::{Cancel, Checkpoint, Declarations, LoadOptions, Progress, Scope, Weights};
+use sd_graph::{Cancel, Checkpoint, Declarations, LoadOptions, Progress};
 
 use super::clip::Clip;
 use super::config::Config;
@@ -15,6 +15,7 @@ use super::stream::{Decoding, Encoding, Rest, expect};
 use crate::canvas::Canvas;
 use crate::error::{Error, Result};
 use crate::families::part_in;
+use crate::part::Part;
 use crate::tiling::{Mosaic, Tiles};
 
 /// A VAE of this family. Opening checks names and shapes of all tensors; the weights of each half are loaded when it is
@@ -22,47 +23,8 @@ use crate::tiling::{Mosaic, Tiles};
 #[derive(Debug)]
 pub struct WanVae {
     config: Config,
-    encoder: Half<Encoder>,
-    decoder: Half<Decoder>,
-}
-
-#[derive(Debug)]
-struct Half<M> {
-    module: M,
-    weights: Weights,
-}
-
-impl<M> Half<M> {
-    fn open(
-        checkpoint: &Checkpoint,
-        options: &LoadOptions,
-        new: impl FnOnce(&Scope<'_>) -> M,
-    ) -> Result<Half<M>> {
-        let names = Names::of(checkpoint);
-        let declarations = Declarations::new(checkpoint, options.clone().component("vae"))
-            .translate(move |name| names.in_file(name));
-        let module = new(&declarations.root());
-        let params = declarations.finish()?;
-        Ok(Half {
-            module,
-            weights: Weights::new(checkpoint.clone(), params),
-        })
-    }
-
-    /// Takes its weights out of memory if the `other` half has no room beside them for what `fit` says.
-    fn make_room<O>(&mut self, backend: &Backend, fit: &Fit, other: &Half<O>) {
-        let left = backend.ledger().report(backend.device()).available;
-        let more = fit.bytes.saturating_sub(other.weights.device_bytes());
-        if left.is_some_and(|left| more > left) {
-            self.weights.unload();
-        }
-    }
-
-    fn bring(&mut self, backend: &Backend, cancel: &Cancel) -> Result<()> {
-        Ok(self
-            .weights
-            .bring(backend, cancel, &mut |_: &Progress| {})?)
-    }
+    encoder: Part<Encoder>,
+    decoder: Part<Decoder>,
 }
 
 impl WanVae {
@@ -102,8 +64,17 @@ impl WanVae {
         config: Config,
         options: &LoadOptions,
     ) -> Result<WanVae> {
-        let encoder = Half::open(checkpoint, options, |root| Encoder::new(root, &config))?;
-        let decoder = Half::open(checkpoint, options, |root| Decoder::new(root, &config))?;
+        let declarations = || {
+            let names = Names::of(checkpoint);
+            let declarations = Declarations::new(checkpoint, options.clone().component("vae"));
+            declarations.translate(move |name| names.in_file(name))
+        };
+        let encoder = Part::declared(checkpoint, declarations(), |root| {
+            Encoder::new(root, &config)
+        })?;
+        let decoder = Part::declared(checkpoint, declarations(), |root| {
+            Decoder::new(root, &config)
+        })?;
         Ok(WanVae {
             config,
             encoder,
@@ -140,7 +111,8 @@ impl WanVae {
         (height, width): (usize, usize),
         cancel: &Cancel,
     ) -> Result<Decoding<'_>> {
-        self.decoder.bring(backend, cancel)?;
+        let quiet = &mut |_: &Progress| {};
+        self.decoder.weights.bring(backend, cancel, quiet)?;
         let piece = Canvas::from((height, width)).piece();
         Ok(Decoding::new(&self.decoder.module, &self.config, piece))
     }
@@ -156,7 +128,8 @@ impl WanVae {
         cancel: &Cancel,
     ) -> Result<Encoding<'_>> {
         self.check_size(height, width)?;
-        self.encoder.bring(backend, cancel)?;
+        let quiet = &mut |_: &Progress| {};
+        self.encoder.weights.bring(backend, cancel, quiet)?;
         let piece = Canvas::from((height, width)).piece();
         Ok(Encoding::new(&self.encoder.module, &self.config, piece))
     }
@@ -227,11 +200,12 @@ impl WanVae {
         let mut canvas = work.canvas(size);
         if work.tiling == Tiling::Fit {
             let fit = self.fit_decoding(backend, latents.frames, size, work)?;
-            fit.check(backend)?;
-            self.encoder.make_room(backend, &fit, &self.decoder);
+            let own = &self.decoder.weights;
+            fit.make_room(backend, own, &mut self.encoder.weights)?;
             canvas.tile = fit.tile;
         }
-        self.decoder.bring(backend, cancel)?;
+        let quiet = &mut |_: &Progress| {};
+        self.decoder.weights.bring(backend, cancel, quiet)?;
         let (config, decoder) = (&self.config, &self.decoder.module);
         let scale = config.scale_factor();
         let mut peak = 0;
@@ -273,11 +247,12 @@ impl WanVae {
         if work.tiling == Tiling::Fit {
             let size = (clip.height, clip.width);
             let fit = self.fit_encoding(backend, clip.frames, size, work)?;
-            fit.check(backend)?;
-            self.decoder.make_room(backend, &fit, &self.encoder);
+            let own = &self.encoder.weights;
+            fit.make_room(backend, own, &mut self.decoder.weights)?;
             canvas.tile = fit.tile;
         }
-        self.encoder.bring(backend, cancel)?;
+        let quiet = &mut |_: &Progress| {};
+        self.encoder.weights.bring(backend, cancel, quiet)?;
         let (config, encoder) = (&self.config, &self.encoder.module);
         let mut peak = 0;
         let (latents, tile) = attempt(work.tiling, canvas, |canvas| {

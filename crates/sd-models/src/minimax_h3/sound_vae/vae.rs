@@ -4,8 +4,7 @@ use std::path::Path;
 
 use sd_backend::{Backend, DType, DeviceKind, Mapping, Residence};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, Graph, LoadOptions, Plan, Progress, Reporter,
-    Scope, Weights,
+    Cancel, Checkpoint, Estimate, Graph, LoadOptions, Plan, Progress, Reporter, Scope, Weights,
 };
 
 use super::activation::is_filter;
@@ -17,6 +16,7 @@ use super::names::VAE;
 use super::pieces::{Piece, Pieces};
 use crate::error::{Error, Result};
 use crate::families::part_in;
+use crate::part::Part;
 use crate::sound::Sound;
 
 /// Channels of sound: left and right.
@@ -46,50 +46,8 @@ pub struct Latents {
 #[derive(Debug)]
 pub struct SoundVae {
     config: Config,
-    encoder: Half<(Encoder, Narrowing)>,
-    decoder: Half<Decoder>,
-}
-
-#[derive(Debug)]
-struct Half<M> {
-    module: M,
-    weights: Weights,
-}
-
-impl<M> Half<M> {
-    fn open(checkpoint: &Checkpoint, new: impl FnOnce(&Scope<'_>) -> M) -> Result<Half<M>> {
-        // In single precision whatever the file has, and whatever is asked for the other parts.
-        let options = LoadOptions::default().weight_type(DType::F32);
-        let declarations = Declarations::new(checkpoint, options.component("audio_vae"));
-        let module = new(&declarations.root());
-        let params = declarations.finish()?;
-        Ok(Half {
-            module,
-            weights: Weights::new(checkpoint.clone(), params),
-        })
-    }
-
-    /// Bytes of its weights as they lie on the device of `backend`, and the most that are taken beside them while they are loaded or
-    /// `computing` bytes are.
-    fn need(&self, backend: &Backend, computing: u64) -> Result<(u64, u64)> {
-        let device = backend.device();
-        let own = &self.weights;
-        let cost = own.cost(device, Residence::Device, own.mapping())?;
-        let beside = match device.kind() {
-            DeviceKind::Cpu => computing.max(cost.staging),
-            _ => computing,
-        };
-        Ok((cost.resident(), beside))
-    }
-
-    fn bring(
-        &mut self,
-        backend: &Backend,
-        cancel: &Cancel,
-        progress: &mut dyn Reporter,
-    ) -> Result<()> {
-        Ok(self.weights.bring(backend, cancel, progress)?)
-    }
+    encoder: Part<(Encoder, Narrowing)>,
+    decoder: Part<Decoder>,
 }
 
 impl SoundVae {
@@ -132,12 +90,15 @@ impl SoundVae {
                 root.ignore(name);
             }
         };
-        let encoder = Half::open(checkpoint, |root| {
+        // In single precision whatever the file has, and whatever is asked for the other parts.
+        let options = LoadOptions::default().weight_type(DType::F32);
+        let options = options.component("audio_vae");
+        let encoder = Part::open(checkpoint, options.clone(), |root| {
             // Only what samples latents needs their deviations.
             known(root, &["decoder", "dec_in_proj", "logs_proj"]);
             (Encoder::new(root, &config), Narrowing::new(root, &config))
         })?;
-        let decoder = Half::open(checkpoint, |root| {
+        let decoder = Part::open(checkpoint, options, |root| {
             known(root, &["encoder", "pre_block", "mean_proj", "logs_proj"]);
             Decoder::new(root, &config)
         })?;
@@ -175,7 +136,7 @@ impl SoundVae {
         let pieces = Pieces::new(count.max(1), DECODED, self.config.decoder_reach());
         let estimate = Estimate::of(backend, |g| self.decoding(g, pieces.length))?;
         let bytes = estimate.compute_bytes + estimate.constant_bytes;
-        self.decoder.need(backend, bytes)
+        need(&self.decoder.weights, backend, bytes)
     }
 
     /// Bytes that encoding so many samples of each channel takes on the device of `backend`: of weights, and beside them.
@@ -189,7 +150,7 @@ impl SoundVae {
         let attention = Estimate::of(backend, |g| self.narrowing(g, count))?;
         let bytes = |estimate: Estimate| estimate.compute_bytes + estimate.constant_bytes;
         let most = bytes(convolutions).max(bytes(attention));
-        self.encoder.need(backend, most)
+        need(&self.encoder.weights, backend, most)
     }
 
     fn decoding(&self, g: Graph<'_>, length: usize) {
@@ -226,7 +187,7 @@ impl SoundVae {
         expect("latents", count, count.max(1))?;
         let wanted = count.saturating_mul(CHANNELS * width);
         expect("latent values", latents.values.len(), wanted)?;
-        self.decoder.bring(backend, cancel, progress)?;
+        self.decoder.weights.bring(backend, cancel, progress)?;
         let channels = shrinking(DECODED, |kept| {
             self.decode_by(backend, latents, kept, (cancel, &mut *progress))
         })?;
@@ -309,7 +270,7 @@ impl SoundVae {
         let sound = sound.ok_or_else(|| too_long(0))?;
         let count = self.config.latents(sound.samples());
         expect("samples", sound.samples(), sound.samples().max(1))?;
-        self.encoder.bring(backend, cancel, progress)?;
+        self.encoder.weights.bring(backend, cancel, progress)?;
         let wide = shrinking(ENCODED, |kept| {
             self.widen_by(backend, &sound, kept, (cancel, &mut *progress))
         })?;
@@ -365,6 +326,18 @@ impl SoundVae {
         }
         Ok(channels)
     }
+}
+
+/// Bytes of `weights` as they lie on the device of `backend`, and the most that are taken beside them while they are loaded or
+/// `computing` bytes are.
+fn need(weights: &Weights, backend: &Backend, computing: u64) -> Result<(u64, u64)> {
+    let device = backend.device();
+    let cost = weights.cost(device, Residence::Device, weights.mapping())?;
+    let beside = match device.kind() {
+        DeviceKind::Cpu => computing.max(cost.staging),
+        _ => computing,
+    };
+    Ok((cost.resident(), beside))
 }
 
 /// Does `work` with so many latents at a time, and where memory runs out with half as many, again and again.

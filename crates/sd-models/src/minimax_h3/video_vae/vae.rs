@@ -4,8 +4,7 @@ use std::path::Path;
 
 use sd_backend::{Backend, DType, Mapping, Residence};
 use sd_graph::{
-    Cancel, Checkpoint, Declarations, Estimate, LoadOptions, Progress, Reporter, Scope,
-    TensorTypes, Weights,
+    Cancel, Checkpoint, Estimate, LoadOptions, Progress, Reporter, TensorTypes, Weights,
 };
 
 use super::config::Config;
@@ -18,6 +17,7 @@ use super::posterior::Posterior;
 use super::tiles::Tiling;
 use crate::error::{Error, Result};
 use crate::families::{part_in, parts_in};
+use crate::part::Part;
 use crate::rope::Size;
 use crate::wan_vae::{Clip, ClipReport, Fit};
 
@@ -32,68 +32,8 @@ const MOST_SIDE: usize = 1 << 16;
 #[derive(Debug)]
 pub struct VideoVae {
     config: Config,
-    encoder: Half<Encoder>,
-    decoder: Half<Decoder>,
-}
-
-#[derive(Debug)]
-struct Half<M> {
-    module: M,
-    weights: Weights,
-    /// Whether the weights are where they live.
-    is_home: bool,
-}
-
-impl<M> Half<M> {
-    fn open(
-        checkpoint: &Checkpoint,
-        options: &LoadOptions,
-        new: impl FnOnce(&Scope<'_>) -> M,
-    ) -> Result<Half<M>> {
-        let declarations = Declarations::new(checkpoint, options.clone());
-        let module = new(&declarations.root());
-        let params = declarations.finish()?;
-        Ok(Half {
-            module,
-            weights: Weights::new(checkpoint.clone(), params),
-            is_home: false,
-        })
-    }
-
-    fn live(&mut self, residence: Residence, mapping: Mapping, is_streamed: bool) {
-        self.weights.live(residence, mapping);
-        self.weights.stream(is_streamed);
-        self.is_home = false;
-    }
-
-    /// Brings its weights, for what takes one of `needs` bytes beside them, after those of the `other` half were given up if there is
-    /// no room for both.
-    fn bring<O>(
-        &mut self,
-        other: &mut Half<O>,
-        backend: &Backend,
-        needs: &[u64],
-        (cancel, progress): (&Cancel, &mut dyn Reporter),
-    ) -> Result<()> {
-        let fit = self.fit(backend, other, needs)?;
-        let left = backend.ledger().report(backend.device()).available;
-        let held = self.weights.device_bytes();
-        if left.is_some_and(|left| fit.bytes.saturating_sub(held) > left) {
-            other.weights.unload();
-        }
-        fit.check(backend)?;
-        if self.weights.residence() != Residence::Device && !self.is_home {
-            self.weights.load(backend, cancel, &mut *progress)?;
-            self.is_home = true;
-        }
-        Ok(self.weights.bring(backend, cancel, progress)?)
-    }
-
-    /// What it takes to do what takes one of `needs` bytes beside its weights; the `other` half's may be given up for it.
-    fn fit<O>(&self, backend: &Backend, other: &Half<O>, needs: &[u64]) -> Result<Fit> {
-        let halves = (&self.weights, other.weights.device_bytes());
-        Fit::first_of(backend, halves, needs)
-    }
+    encoder: Part<Encoder>,
+    decoder: Part<Decoder>,
 }
 
 impl VideoVae {
@@ -147,10 +87,10 @@ impl VideoVae {
             reason: error.to_string(),
         })?;
         let options = options.clone().component("vae");
-        let encoder = Half::open(checkpoint, &options.clone().tensor_types(single), |root| {
+        let encoder = Part::open(checkpoint, options.clone().tensor_types(single), |root| {
             Encoder::new(root, &config)
         })?;
-        let decoder = Half::open(checkpoint, &options, |root| Decoder::new(root, &config))?;
+        let decoder = Part::open(checkpoint, options, |root| Decoder::new(root, &config))?;
         Ok(VideoVae {
             config,
             encoder,
@@ -161,8 +101,9 @@ impl VideoVae {
     /// Says where the weights live while they are not used, whether their files may be mapped, and whether the decoder's stay
     /// there and come and go block by block while it runs: [`Residence::Device`], [`Mapping::Auto`] and no if not called.
     pub fn live(&mut self, residence: Residence, mapping: Mapping, is_streamed: bool) {
-        self.encoder.live(residence, mapping, false);
-        self.decoder.live(residence, mapping, is_streamed);
+        self.encoder.weights.live(residence, mapping);
+        self.decoder.weights.live(residence, mapping);
+        self.decoder.weights.stream(is_streamed);
     }
 
     /// Says whether the decoder's weights stay where they live while it runs, too, unless that is the device.
@@ -217,9 +158,10 @@ impl VideoVae {
         let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
         let need = encoding.need(backend, frames)?;
         let scale = self.config.scale_factor();
+        let halves = (&self.encoder.weights, self.decoder.weights.device_bytes());
         Ok(Fit {
             tile: tiling.tile((size.0 / scale, size.1 / scale), scale),
-            ..self.encoder.fit(backend, &self.decoder, &[need])?
+            ..Fit::first_of(backend, halves, &[need])?
         })
     }
 
@@ -237,9 +179,10 @@ impl VideoVae {
         self.check_latents(size, tiling)?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         let needs = self.decoding_needs(backend, &decoding)?;
+        let halves = (&self.decoder.weights, self.encoder.weights.device_bytes());
         Ok(Fit {
             tile: tiling.tile(size, self.config.scale_factor()),
-            ..self.decoder.fit(backend, &self.encoder, &needs)?
+            ..Fit::first_of(backend, halves, &needs)?
         })
     }
 
@@ -280,9 +223,9 @@ impl VideoVae {
         let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
         let need = encoding.need(backend, frames.unwrap_or(usize::MAX))?;
         let quiet: &mut dyn Reporter = &mut |_: &Progress| {};
-        let (own, other) = (&mut self.encoder, &mut self.decoder);
-        own.bring(other, backend, &[need], (cancel, quiet))?;
-        let encoding = Encoding::new(&own.module, &self.config, sides(size), tiling);
+        let (own, other) = (&mut self.encoder.weights, &mut self.decoder.weights);
+        bring(own, other, backend, &[need], (cancel, quiet))?;
+        let encoding = Encoding::new(&self.encoder.module, &self.config, sides(size), tiling);
         Ok(encoding.expecting(frames.unwrap_or(0)))
     }
 
@@ -359,9 +302,9 @@ impl VideoVae {
         self.check_latents(size, tiling)?;
         let decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         let needs = self.decoding_needs(backend, &decoding)?;
-        let (own, other) = (&mut self.decoder, &mut self.encoder);
-        own.bring(other, backend, &needs, (cancel, &mut *progress))?;
-        let mut decoding = Decoding::new(&own.module, &self.config, size, tiling);
+        let (own, other) = (&mut self.decoder.weights, &mut self.encoder.weights);
+        bring(own, other, backend, &needs, (cancel, &mut *progress))?;
+        let mut decoding = Decoding::new(&self.decoder.module, &self.config, size, tiling);
         decoding.run(backend, latents, cancel, progress, frame)?;
         Ok(ClipReport {
             tile: tiling.tile(size, self.config.scale_factor()),
@@ -398,6 +341,23 @@ impl VideoVae {
         tiling.check(scale)?;
         check_large(size, scale)
     }
+}
+
+/// Brings a half's `own` weights, for what takes one of `needs` bytes beside them, after those of the `other` half were given up if
+/// there is no room for both.
+fn bring(
+    own: &mut Weights,
+    other: &mut Weights,
+    backend: &Backend,
+    needs: &[u64],
+    (cancel, progress): (&Cancel, &mut dyn Reporter),
+) -> Result<()> {
+    let fit = Fit::first_of(backend, (own, other.device_bytes()), needs)?;
+    fit.make_room(backend, own, other)?;
+    if own.residence() != Residence::Device && !own.is_home() {
+        own.load(backend, cancel, &mut *progress)?;
+    }
+    Ok(own.bring(backend, cancel, progress)?)
 }
 
 /// Refuses frames whose sides, in units of `scale` pixels, are larger than any.
