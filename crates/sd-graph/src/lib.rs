@@ -53,6 +53,7 @@ mod segment;
 pub mod shape;
 mod slots;
 mod small_floats;
+mod snake;
 mod split;
 mod split_plan;
 mod state;

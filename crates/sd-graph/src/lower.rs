@@ -300,7 +300,9 @@ pub(crate) fn unsupported(lowered: &Lowered, backend: &Backend) -> Option<String
         (0..sys::ggml_graph_n_nodes(lowered.graph))
             .map(|index| sys::ggml_graph_node(lowered.graph, index))
             .find_map(|node| {
-                if backend.supports(node) {
+                // A function of this process is nothing for another, and no remote device says so.
+                let is_own = (*node).op == sys::GGML_OP_CUSTOM;
+                if backend.supports(node) && !(is_own && backend.device().is_remote()) {
                     return None;
                 }
                 Some(

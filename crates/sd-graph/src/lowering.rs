@@ -13,6 +13,7 @@ use crate::convolution::Convolution;
 use crate::graph::Node;
 use crate::op::{Binary, Norm, Op, Pairing, Unary};
 use crate::raw::{Arena, ArenaFull, RawTensor, bytes_on};
+use crate::snake;
 
 /// Most ggml tensors that one recorded operation becomes, the copies of its operands included.
 pub(crate) const TENSORS_PER_OPERATION: usize = 16;
@@ -211,6 +212,27 @@ impl Lowering<'_> {
                         0.0,
                     );
                     sys::ggml_rope_set_offset(non_null(turned)?.as_ptr(), first as i32)
+                }
+                (Op::Snake, sources) => {
+                    let mut sources = sources
+                        .iter()
+                        .map(|&source| Ok(self.whole(source)?.as_ptr()))
+                        .collect::<Result<Vec<_>, ArenaFull>>()?;
+                    // As many threads as there are.
+                    const THREADS: i32 = -1;
+                    sys::ggml_custom_4d(
+                        ctx,
+                        node.dtype.to_ggml(),
+                        ne[0],
+                        ne[1],
+                        ne[2],
+                        ne[3],
+                        sources.as_mut_ptr(),
+                        sources.len() as i32,
+                        Some(snake::compute),
+                        THREADS,
+                        std::ptr::null_mut(),
+                    )
                 }
                 (Op::Cast, &[x]) => {
                     // A cast to the same type would be a view of nothing new; a copy keeps the rule that it is fresh.

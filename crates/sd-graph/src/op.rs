@@ -62,6 +62,8 @@ pub(crate) enum Op {
         first: usize,
         pairs: usize,
     },
+    /// `x + share sin(alpha x)^2` for each channel, at twice the rate if taps of a filter are a fourth operand. Processors only.
+    Snake,
     /// Another element type.
     Cast,
 }

@@ -5,6 +5,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use crate::snake::TAPS;
+
 /// Most dimensions a tensor can have: ggml keeps four.
 pub const MAX_RANK: usize = 4;
 
@@ -322,6 +324,20 @@ pub fn turn_pairs(x: Shape, positions: Shape, divisors: Shape, first: usize, pai
         return Err(format!("{pairs} pairs from channel {first} are not among {channels}").into());
     }
     Ok(x)
+}
+
+/// `x [n, channels, time]`, with a number for each channel twice and, where there are some, as many taps as there have to be.
+pub fn snake(x: Shape, alpha: Shape, share: Shape, taps: Option<Shape>) -> Rule {
+    let &[_, channels, _] = x.dims() else {
+        return Err("snakes take [n, channels, time]".into());
+    };
+    if alpha.dims() != [channels] || share.dims() != [channels] {
+        return Err(format!("{alpha} and {share} must both be [{channels}]").into());
+    }
+    match taps {
+        Some(taps) if taps.dims() != [TAPS] => Err(format!("{taps} taps must be {TAPS}").into()),
+        _ => Ok(x),
+    }
 }
 
 /// `x [.., h, w] -> [.., h + 2 rows, w + 2 columns]`, where no more can be continued than there is.

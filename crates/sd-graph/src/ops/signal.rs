@@ -1,6 +1,13 @@
 //! Operations on signals `[n, channels, time]`.
 
+use std::panic::Location;
+
+use sd_backend::DType;
+
+use super::expect;
 use crate::graph::Tensor;
+use crate::op::Op;
+use crate::shape;
 
 /// How a kernel lies over a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,5 +50,31 @@ impl<'g> Tensor<'g> {
             None,
         );
         row.reshape([n, output, row.dim(3)])
+    }
+
+    /// `x + share sin(alpha x)^2` for a signal `[n, channels, time]`, with `alpha` and `share` `[channels]`, in one pass. With `taps [12]`
+    /// the signal is brought to twice its rate before and back behind: each moment of twice as many is twice a sum of six times every other tap,
+    /// and each that comes out a sum of twelve of these. Outside the signal there is its first moment and its last, and the same of
+    /// twice as many.
+    ///
+    /// Processors of this machine alone have it; a plan for another device is refused as unsupported.
+    #[track_caller]
+    pub fn snake(
+        self,
+        alpha: Tensor<'g>,
+        share: Tensor<'g>,
+        taps: Option<Tensor<'g>>,
+    ) -> Tensor<'g> {
+        let mut sources = vec![self, alpha, share];
+        sources.extend(taps);
+        let rule = (sources.iter())
+            .try_for_each(|source| expect(*source, "operands", DType::F32))
+            .and_then(|()| {
+                let taps = taps.map(|taps| taps.shape());
+                shape::snake(self.shape(), alpha.shape(), share.shape(), taps)
+            });
+        let location = Location::caller();
+        self.graph()
+            .record("snake", Op::Snake, &sources, DType::F32, rule, location)
     }
 }

@@ -4,13 +4,14 @@
 //! a low-pass filter of 12 taps, bent, and brought back by the same filter.
 //!
 //! Both ways are products: a block of time with its neighbours' ends, times a matrix that has the filter along its diagonals. A
-//! convolution of each channel by itself would multiply as few numbers as the filter has, and every device is slow at that.
+//! convolution of each channel by itself would multiply as few numbers as the filter has, and every device is slow at that. A processor
+//! has an operation that does all of it a run of moments at a time.
 
 use std::f64::consts::PI;
 
 use sd_graph::{Graph, Scope, Tensor};
 
-use super::layers::SnakeBeta;
+use super::layers::{SnakeBeta, Way};
 
 /// Taps of the filter.
 const TAPS: usize = 12;
@@ -36,31 +37,43 @@ impl Activation {
 
     /// `rates` are those for signals as long as `x`.
     pub(super) fn forward<'g>(&self, x: Tensor<'g>, rates: &Rates<'g>) -> Tensor<'g> {
+        let (up, down) = match rates {
+            Rates::Matrices { up, down } => (up, down),
+            Rates::Taps(taps) => return self.act.forward_doubled(x, *taps),
+        };
         let [n, channels, time] = [0, 1, 2].map(|axis| x.dim(axis));
-        let double = rates.up.forward(x.reshape([n * channels, time]));
+        let double = up.forward(x.reshape([n * channels, time]));
         let bent = self.act.forward(double.reshape([n, channels, 2 * time]));
-        let single = rates.down.forward(bent.reshape([n * channels, 2 * time]));
+        let single = down.forward(bent.reshape([n * channels, 2 * time]));
         single.reshape([n, channels, time])
     }
 }
 
 /// To twice the rate and back.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rates<'g> {
-    up: Resampling<'g>,
-    down: Resampling<'g>,
+pub(super) enum Rates<'g> {
+    /// By products.
+    Matrices {
+        up: Resampling<'g>,
+        down: Resampling<'g>,
+    },
+    /// By an operation that takes the filter itself.
+    Taps(Tensor<'g>),
 }
 
 impl<'g> Rates<'g> {
     /// Those for signals of `time` moments.
-    pub(super) fn new(g: Graph<'g>, time: usize) -> Rates<'g> {
+    pub(super) fn new(g: Graph<'g>, time: usize, way: Way) -> Rates<'g> {
         let filter = filter();
+        if way == Way::Processor {
+            return Rates::Taps(g.constant(&filter.map(|tap| tap as f32), [TAPS]));
+        }
         let tap = |index: isize| {
             let tap = usize::try_from(index).ok().and_then(|tap| filter.get(tap));
             tap.map_or(0.0, |&tap| tap as f32)
         };
         let block = block_of(time);
-        Rates {
+        Rates::Matrices {
             // Moment `o` of twice as many is twice the sum of moments `s` times tap `o + 5 - 2 s`.
             up: Resampling::new(g, (block, 2 * block), 3, |to, from| {
                 2.0 * tap(to + 5 - 2 * from)
@@ -73,7 +86,7 @@ impl<'g> Rates<'g> {
 
 /// Blocks of a signal times a matrix.
 #[derive(Debug, Clone, Copy)]
-struct Resampling<'g> {
+pub(super) struct Resampling<'g> {
     /// `[moments of a block of the result, block + behind + before]`.
     matrix: Tensor<'g>,
     block: usize,

@@ -4,7 +4,7 @@ use sd_graph::{Scope, Tensor};
 
 use super::activation::{Activation, Rates};
 use super::config::Config;
-use super::layers::{Conv, Lengthening};
+use super::layers::{Conv, Lengthening, Way};
 
 /// Latents `[n, latent_channels, t]` to samples `[n, 1, t * hop]`, which may be beyond -1 to 1.
 #[derive(Debug)]
@@ -80,12 +80,12 @@ impl Decoder {
         }
     }
 
-    pub(super) fn forward<'g>(&self, z: Tensor<'g>) -> Tensor<'g> {
+    pub(super) fn forward<'g>(&self, z: Tensor<'g>, way: Way) -> Tensor<'g> {
         let mut x = self.conv_pre.forward(self.dec_in_proj.forward(z));
-        let mut rates = Rates::new(x.graph(), x.dim(2));
+        let mut rates = Rates::new(x.graph(), x.dim(2), way);
         for level in &self.levels {
             x = level.up.forward(x);
-            rates = Rates::new(x.graph(), x.dim(2));
+            rates = Rates::new(x.graph(), x.dim(2), way);
             let blocks = level.blocks.iter().map(|block| block.forward(x, &rates));
             if let Some(sum) = blocks.reduce(|sum, block| sum + block) {
                 x = sum * (1.0 / level.blocks.len() as f32);

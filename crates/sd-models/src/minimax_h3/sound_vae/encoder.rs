@@ -3,7 +3,7 @@
 use sd_graph::{Scope, Tensor};
 
 use super::config::Config;
-use super::layers::{Conv, Snake};
+use super::layers::{Conv, Snake, Way};
 
 /// Samples `[n, 1, t]` to `[n, t / hop, latent_dim]`.
 #[derive(Debug)]
@@ -57,16 +57,16 @@ impl Encoder {
         }
     }
 
-    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>, way: Way) -> Tensor<'g> {
         let mut x = self.conv_in.forward(x);
         for level in &self.levels {
             for unit in &level.units {
-                x = unit.forward(x);
+                x = unit.forward(x, way);
             }
-            x = level.conv.forward(level.snake.forward(x));
+            x = level.conv.forward(level.snake.forward(x, way));
         }
         self.conv_out
-            .forward(self.snake_out.forward(x))
+            .forward(self.snake_out.forward(x, way))
             .permute([0, 2, 1])
     }
 }
@@ -81,8 +81,8 @@ impl Unit {
         }
     }
 
-    fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
-        let y = self.conv1.forward(self.snake1.forward(x));
-        x + self.conv2.forward(self.snake2.forward(y))
+    fn forward<'g>(&self, x: Tensor<'g>, way: Way) -> Tensor<'g> {
+        let y = self.conv1.forward(self.snake1.forward(x, way));
+        x + self.conv2.forward(self.snake2.forward(y, way))
     }
 }

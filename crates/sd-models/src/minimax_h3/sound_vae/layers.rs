@@ -1,5 +1,6 @@
 //! Layers over signals `[n, channels, time]`.
 
+use sd_backend::{Device, DeviceKind};
 use sd_graph::{Conv1d, Graph, Param, Role, Scope, Tensor};
 
 /// Added to what is divided by, in activations.
@@ -7,6 +8,24 @@ const EPS: f32 = 1e-9;
 
 /// Most moments that a number of a channel is repeated for.
 const REPEATS: usize = 256;
+
+/// How activations are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// By passes over the signal, which every device has.
+    Passes,
+    /// By an operation of the processor's own.
+    Processor,
+}
+
+impl Way {
+    pub(super) fn of(device: Device) -> Way {
+        match device.kind() {
+            DeviceKind::Cpu if !device.is_remote() => Way::Processor,
+            _ => Way::Passes,
+        }
+    }
+}
 
 /// A signal `[n, channels, time]` as `[n, channels, rows, row]`, to be combined with a number for each channel. A processor takes
 /// a number by itself anew for each element, so it is repeated for a row, and rows are taken by whole vectors.
@@ -44,12 +63,17 @@ fn biased<'g>(x: Tensor<'g>, bias: &Param) -> Tensor<'g> {
     (rows.cut(x) + rows.repeated(bias)).reshape(x.shape().dims())
 }
 
-/// `x + sin(alpha x)^2 / beta`, with `alpha` and `beta` `[channels, 1]`.
-fn snake<'g>(x: Tensor<'g>, alpha: Tensor<'g>, beta: Tensor<'g>) -> Tensor<'g> {
-    let channels = x.dim(1);
+/// `1 / beta` for each channel.
+fn inverse(beta: Tensor<'_>) -> Tensor<'_> {
+    let sides = beta.shape();
+    let ones = vec![1.0_f32; sides.elements()];
+    beta.graph().constant(&ones, sides.dims()) / beta
+}
+
+/// `x + share sin(alpha x)^2`, with `alpha` and `share` `[channels, 1]`.
+fn snake<'g>(x: Tensor<'g>, alpha: Tensor<'g>, share: Tensor<'g>) -> Tensor<'g> {
     let rows = Rows::of(x.dim(2));
     let cut = rows.cut(x);
-    let share = x.graph().constant(&vec![1.0_f32; channels], [channels, 1]) / beta;
     let wave = (cut * rows.repeated(alpha)).sin().square();
     (cut + wave * rows.repeated(share)).reshape(x.shape().dims())
 }
@@ -268,9 +292,16 @@ impl Snake {
         }
     }
 
-    pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
+    pub(super) fn forward<'g>(&self, x: Tensor<'g>, way: Way) -> Tensor<'g> {
         let alpha = x.graph().param(&self.alpha);
-        snake(x, alpha, alpha + EPS)
+        let share = inverse(alpha + EPS);
+        match way {
+            Way::Passes => snake(x, alpha, share),
+            Way::Processor => {
+                let [alpha, share] = [alpha, share].map(|each| each.reshape([x.dim(1)]));
+                x.snake(alpha, share, None)
+            }
+        }
     }
 }
 
@@ -291,8 +322,18 @@ impl SnakeBeta {
     }
 
     pub(super) fn forward<'g>(&self, x: Tensor<'g>) -> Tensor<'g> {
-        let g = x.graph();
+        let [alpha, share] = self.numbers(x.graph());
+        snake(x, alpha, share)
+    }
+
+    /// The same between two passes through a filter, by the processor's own operation.
+    pub(super) fn forward_doubled<'g>(&self, x: Tensor<'g>, taps: Tensor<'g>) -> Tensor<'g> {
+        let [alpha, share] = self.numbers(x.graph()).map(|each| each.reshape([x.dim(1)]));
+        x.snake(alpha, share, Some(taps))
+    }
+
+    fn numbers<'g>(&self, g: Graph<'g>) -> [Tensor<'g>; 2] {
         let (alpha, beta) = (g.param(&self.alpha).exp(), g.param(&self.beta).exp());
-        snake(x, alpha, beta + EPS)
+        [alpha, inverse(beta + EPS)]
     }
 }

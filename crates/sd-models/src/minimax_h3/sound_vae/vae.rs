@@ -12,6 +12,7 @@ use super::attention::Narrowing;
 use super::config::{Config, vector};
 use super::decoder::Decoder;
 use super::encoder::Encoder;
+use super::layers::Way;
 use super::names::VAE;
 use super::pieces::{Piece, Pieces};
 use crate::error::{Error, Result};
@@ -134,7 +135,8 @@ impl SoundVae {
     /// The engine's.
     pub fn decoding_need(&self, backend: &Backend, count: usize) -> Result<(u64, u64)> {
         let pieces = Pieces::new(count.max(1), DECODED, self.config.decoder_reach());
-        let estimate = Estimate::of(backend, |g| self.decoding(g, pieces.length))?;
+        let way = Way::of(backend.device());
+        let estimate = Estimate::of(backend, |g| self.decoding(g, pieces.length, way))?;
         let bytes = estimate.compute_bytes + estimate.constant_bytes;
         need(&self.decoder.weights, backend, bytes)
     }
@@ -146,22 +148,23 @@ impl SoundVae {
     pub fn encoding_need(&self, backend: &Backend, samples: usize) -> Result<(u64, u64)> {
         let count = self.config.latents(samples).clamp(1, MOST);
         let pieces = Pieces::new(count, ENCODED, self.config.encoder_reach());
-        let convolutions = Estimate::of(backend, |g| self.encoding(g, pieces.length))?;
+        let way = Way::of(backend.device());
+        let convolutions = Estimate::of(backend, |g| self.encoding(g, pieces.length, way))?;
         let attention = Estimate::of(backend, |g| self.narrowing(g, count))?;
         let bytes = |estimate: Estimate| estimate.compute_bytes + estimate.constant_bytes;
         let most = bytes(convolutions).max(bytes(attention));
         need(&self.encoder.weights, backend, most)
     }
 
-    fn decoding(&self, g: Graph<'_>, length: usize) {
+    fn decoding(&self, g: Graph<'_>, length: usize, way: Way) {
         let z = g.input::<f32>("latents", [CHANNELS, self.config.latent_channels, length]);
-        g.output("samples", self.decoder.module.forward(z));
+        g.output("samples", self.decoder.module.forward(z, way));
     }
 
-    fn encoding(&self, g: Graph<'_>, length: usize) {
+    fn encoding(&self, g: Graph<'_>, length: usize, way: Way) {
         let samples = length * self.config.hop();
         let x = g.input::<f32>("samples", [CHANNELS, 1, samples]);
-        g.output("wide", self.encoder.module.0.forward(x));
+        g.output("wide", self.encoder.module.0.forward(x, way));
     }
 
     fn narrowing(&self, g: Graph<'_>, count: usize) {
@@ -209,7 +212,8 @@ impl SoundVae {
         let (mean, std) = (&self.config.latents_mean, &self.config.latents_std);
         let pieces = Pieces::new(latents.count, kept, self.config.decoder_reach());
         let length = pieces.length;
-        let mut plan = Plan::build(backend, |g| self.decoding(g, length))?;
+        let way = Way::of(backend.device());
+        let mut plan = Plan::build(backend, |g| self.decoding(g, length, way))?;
         let mut channels = vec![Vec::new(); CHANNELS];
         let total = pieces.iter().count();
         for (index, Piece { start, kept }) in pieces.iter().enumerate() {
@@ -304,7 +308,8 @@ impl SoundVae {
         let count = self.config.latents(sound.samples());
         let pieces = Pieces::new(count, kept, self.config.encoder_reach());
         let length = pieces.length;
-        let mut plan = Plan::build(backend, |g| self.encoding(g, length))?;
+        let way = Way::of(backend.device());
+        let mut plan = Plan::build(backend, |g| self.encoding(g, length, way))?;
         let mut channels = vec![Vec::new(); CHANNELS];
         let total = pieces.iter().count();
         for (index, Piece { start, kept }) in pieces.iter().enumerate() {
