@@ -27,6 +27,7 @@ mod reference;
 mod rpc;
 mod segments;
 mod selection;
+mod snakes;
 mod split;
 mod streaming;
 mod weight_types;

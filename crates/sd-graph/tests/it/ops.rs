@@ -273,7 +273,14 @@ fn half_precision_weights() {
 /// So that a seed gives the same picture whatever computes it.
 #[test]
 fn threads_do_not_change_a_number() {
-    let (x, w) = (random(&[70, 600], 13), random(&[192, 600], 14));
+    // Rows of full panels, and of one that is not full.
+    for rows in [192, 521] {
+        threads_agree_on_products(rows);
+    }
+}
+
+fn threads_agree_on_products(rows: usize) {
+    let (x, w) = (random(&[70, 600], 13), random(&[rows, 600], 14));
     let with = |threads: usize, dtype: DType| {
         let options = BackendOptions::default().threads(threads);
         let device = sd_backend::Device::cpu().unwrap();
