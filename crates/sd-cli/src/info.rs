@@ -43,6 +43,8 @@ struct Part {
     /// What follows from names, shapes and metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     config: Option<serde_json::Value>,
+    /// Whether all of that stands in the metadata. Of what names and shapes do not tell, it is the published model's otherwise.
+    config_is_told: bool,
     /// Why nothing does.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -154,6 +156,7 @@ fn single(path: &Path) -> Result<Report, Error> {
                 component: part.component().name(),
                 naming: part.naming(),
                 prefix: part.prefix().to_owned(),
+                config_is_told: part.is_told(&checkpoint),
                 config,
                 error,
             }
@@ -230,6 +233,7 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
             component,
             naming,
             prefix,
+            config_is_told,
             ..
         } = part;
         let prefix = match prefix.is_empty() {
@@ -238,7 +242,13 @@ fn print(out: &mut impl Write, report: &Report) -> std::io::Result<()> {
         };
         writeln!(out, "  {component} of {family}, names {naming}{prefix}")?;
         match (&part.config, &part.error) {
-            (Some(config), _) => writeln!(out, "    {config}")?,
+            (Some(config), _) => {
+                let from = match config_is_told {
+                    true => "by its metadata",
+                    false => "by names and shapes, which do not tell all: the rest as published",
+                };
+                writeln!(out, "    {from}: {config}")?;
+            }
             (None, error) => writeln!(out, "    {}", error.as_deref().unwrap_or_default())?,
         }
     }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::config::read_json;
 use crate::error::Result;
-use crate::families::{Found, config_key, config_of, parts_in};
+use crate::families::{Found, config_of, parts_in};
 
 /// Plans to write `checkpoint`, which was opened at `path`, in `format`, with types as `options` ask for.
 ///
@@ -92,8 +92,7 @@ pub fn conversion(
     let mut conversion = Conversion::new(checkpoint, format, dtype)
         .map_err(|error| crate::Error::Engine(error.into()))?;
     if let ([found], Some(config)) = (&parts[..], &told) {
-        let key = config_key(found.known.component);
-        conversion = conversion.metadata(&key, &config.to_string());
+        conversion = conversion.metadata(found.known.key, &config.to_string());
     }
     let architecture = "general.architecture";
     if let ([found, ..], FileFormat::Gguf) = (&parts[..], format)

@@ -14,6 +14,10 @@ pub(crate) struct Known {
     /// The model's name.
     pub(crate) family: &'static str,
     pub(crate) component: Component,
+    /// What its configuration stands under in the metadata of a file.
+    pub(crate) key: &'static str,
+    /// The class that its configuration names, where older files have it under [`VAE_KEY`].
+    pub(crate) shared_key_class: Option<&'static str>,
     /// What GGUF files call it.
     pub(crate) architecture: &'static str,
     /// How files may call its tensors; the first that fits is taken.
@@ -85,13 +89,8 @@ pub(crate) fn part_in(checkpoint: &Checkpoint, known: &'static Known) -> Result<
         .ok_or_else(|| unknown(checkpoint, &[known], &others))
 }
 
-/// Key of metadata under which files that were converted from a folder keep a part's `config.json`; behind it stands the part.
-const CONFIG_KEY: &str = "sd.config.";
-
-/// The key of a part's configuration in the metadata of a file.
-pub(crate) fn config_key(component: Component) -> String {
-    format!("{CONFIG_KEY}{component}")
-}
+/// The key of metadata under which files that were converted from a folder keep the `config.json` of the VAE of pictures.
+pub(crate) const VAE_KEY: &str = "sd.config.vae";
 
 /// The configuration of the part `known`, whose tensors are `part`, as the reference's `config.json` has it: as the metadata says,
 /// or else as follows from the tensors.
@@ -99,10 +98,24 @@ pub(crate) fn config_key(component: Component) -> String {
 /// # Errors
 /// What is missing or impossible.
 pub(crate) fn config_of(known: &Known, part: &Checkpoint) -> Result<Value, String> {
-    match part.metadata().get(&config_key(known.component)) {
-        Some(text) => serde_json::from_str(text).map_err(|error| error.to_string()),
+    match told_config(known, part) {
+        Some(told) => told,
         None => (known.config)(part),
     }
+}
+
+/// The configuration that the metadata of a file has of the part `known`, if any.
+fn told_config(known: &Known, part: &Checkpoint) -> Option<Result<Value, String>> {
+    let metadata = part.metadata();
+    if let Some(text) = metadata.get(known.key) {
+        let key = known.key;
+        let parsed = serde_json::from_str(text);
+        return Some(parsed.map_err(|error| format!("{key} in its metadata: {error}")));
+    }
+    // The VAEs of clips once used the key of the VAE of pictures; which of them that was its class says.
+    let class = known.shared_key_class?;
+    let shared: Value = serde_json::from_str(metadata.get(VAE_KEY)?).ok()?;
+    (shared.get("_class_name")? == class).then_some(Ok(shared))
 }
 
 /// Weights whose scales are tensors of their own: without them every number is wrong by a factor.
@@ -196,6 +209,12 @@ impl Identified {
     /// Two tensors with one name, or rows that are no equal parts.
     pub fn select(&self, checkpoint: &Checkpoint) -> Result<Checkpoint> {
         self.0.select(checkpoint)
+    }
+
+    /// Whether the file says in its metadata what the part is like, so that nothing of [`Identified::config`] is taken from names,
+    /// shapes and the published model.
+    pub fn is_told(&self, checkpoint: &Checkpoint) -> bool {
+        told_config(self.0.known, checkpoint).is_some()
     }
 
     /// The configuration that follows from names, shapes and metadata, with the fields of the reference's `config.json`.

@@ -223,4 +223,23 @@ fn models_of_clips_are_known() {
     );
     assert_eq!(part["config"]["encoder_rates"], serde_json::json!([2, 5]));
     assert_eq!(part["config"]["decoder_rates"], serde_json::json!([5, 2]));
+    assert_eq!(part["config_is_told"], false);
+    // Shapes do not tell its heads, and what they are is not made up: 8 of 32 channels, not 4 of 64.
+    let vae = "../../../../models/tiny-minimax-h3/vae";
+    let weights = format!("{vae}/diffusion_pytorch_model.safetensors");
+    let part = info(&weights)["parts"][0].take();
+    let error = part["error"].as_str().unwrap();
+    assert!(error.contains("how many heads"), "{error}");
+    assert_eq!(part.get("config"), None);
+    // A converted file says them.
+    let from = fixtures.join(vae);
+    let to = folder.path().join("vae.safetensors");
+    let ended = sd(
+        folder.path(),
+        &["convert", from.to_str().unwrap(), to.to_str().unwrap()],
+    );
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let part = info(to.to_str().unwrap())["parts"][0].take();
+    assert_eq!(part["config"]["decoder_num_attention_heads"], 8);
+    assert_eq!(part["config_is_told"], true);
 }

@@ -27,6 +27,7 @@ mod seating;
 mod sizes;
 pub mod sound_vae;
 mod stages;
+mod statistics;
 mod time;
 mod transformer;
 pub mod video_vae;

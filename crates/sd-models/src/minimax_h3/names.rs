@@ -26,6 +26,8 @@ const PREFIXES: &[&str] = &[
 pub(crate) static TRANSFORMER: Known = Known {
     family: "MiniMax H3",
     component: Component::Diffusion,
+    key: "sd.config.diffusion",
+    shared_key_class: None,
     architecture: "minimax_h3",
     namings: &[
         Naming {

@@ -26,6 +26,8 @@ const PREFIXES: &[&str] = &[
 pub(crate) static TEXT_ENCODER: Known = Known {
     family: "Qwen3-VL",
     component: Component::TextEncoder,
+    key: "sd.config.text-encoder",
+    shared_key_class: None,
     architecture: "qwen3vl",
     namings: &[
         Naming {

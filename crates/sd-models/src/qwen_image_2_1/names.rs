@@ -27,6 +27,8 @@ const PREFIXES: &[&str] = &[
 pub(crate) static TRANSFORMER: Known = Known {
     family: "Qwen-Image 2.1",
     component: Component::Diffusion,
+    key: "sd.config.diffusion",
+    shared_key_class: None,
     architecture: "qwen_image_2_1",
     namings: &[
         Naming {

@@ -87,8 +87,8 @@ impl Config {
     /// [`Error::Config`](crate::Error::Config) with what is missing or impossible.
     pub fn of(checkpoint: &Checkpoint) -> Result<Config> {
         let path = checkpoint.path();
-        let key = crate::families::config_key(sd_backend::Component::Vae);
-        if let Some(text) = checkpoint.metadata().get(&key) {
+        let key = crate::families::VAE_KEY;
+        if let Some(text) = checkpoint.metadata().get(key) {
             let told = serde_json::from_str(text).map_err(|error| Error::Config {
                 path: path.to_owned(),
                 reason: format!("{key} in its metadata: {error}"),

@@ -7,7 +7,7 @@ use super::config::Config;
 use super::decoder::Decoder;
 use super::encoder::Encoder;
 use crate::config::from_json;
-use crate::families::Known;
+use crate::families::{Known, VAE_KEY};
 use crate::naming::Naming;
 
 /// Blocks that are looked for. More than a configuration may have.
@@ -21,6 +21,8 @@ const PREFIXES: [&str; 3] = ["", "vae.", "first_stage_model."];
 pub(crate) static VAE: Known = Known {
     family: "WAN and Qwen-Image",
     component: Component::Vae,
+    key: VAE_KEY,
+    shared_key_class: None,
     architecture: "wan_vae",
     namings: &[
         Naming {

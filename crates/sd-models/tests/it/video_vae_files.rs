@@ -29,7 +29,11 @@ fn pixels() -> Clip {
 }
 
 /// The tensors of a fixture as its authors would name and keep them: written down from their files, not by our tables.
-fn published(path: &Path, metadata: Option<HashMap<String, String>>) {
+fn published(
+    path: &Path,
+    metadata: Option<HashMap<String, String>>,
+    statistics: Option<&[Vec<f32>; 2]>,
+) {
     let bytes = std::fs::read(folder(LONG).join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let values = |name: &str| file.tensor(name).unwrap().data().to_vec();
@@ -75,6 +79,11 @@ fn published(path: &Path, metadata: Option<HashMap<String, String>>) {
         }
     }
     add("decoder.mask_token".to_owned(), &[1, 1, 32], vec![0; 128]);
+    let names = ["latents_mean", "latents_std"];
+    for (name, values) in names.into_iter().zip(statistics.into_iter().flatten()) {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes());
+        add(name.to_owned(), &[values.len()], bytes.collect());
+    }
     let views = tensors.iter().map(|(name, shape, data)| {
         let view = TensorView::new(Dtype::F32, shape.clone(), data).unwrap();
         (format!("first_stage_model.{name}"), view)
@@ -89,10 +98,10 @@ fn files_of_the_authors_are_read_if_they_say_what_latents_are_like() {
     let beside = target.path().join("beside");
     std::fs::create_dir(&beside).unwrap();
     std::fs::write(beside.join("config.json"), &config).unwrap();
-    published(&beside.join("vae.safetensors"), None);
+    published(&beside.join("vae.safetensors"), None, None);
     let within = target.path().join("within.safetensors");
     let key = "sd.config.vae".to_owned();
-    published(&within, Some(HashMap::from([(key, config)])));
+    published(&within, Some(HashMap::from([(key, config)])), None);
 
     let mut backend = processor();
     let mut vae = open(LONG);
@@ -130,8 +139,7 @@ fn files_of_the_authors_are_read_if_they_say_what_latents_are_like() {
     assert!(relative_l2(&is, &whole) < 1e-6);
 }
 
-/// Names, shapes and the configuration of the published size; a file that says no more is refused, since latents would have
-/// the wrong mean and deviation.
+/// Names, shapes and the configuration of the published size, whose latents' means and deviations are known.
 #[test]
 fn the_published_size_is_known_and_planned() {
     let text = std::fs::read_to_string(folder("published").join("minimax_h3_vae.json")).unwrap();
@@ -146,7 +154,8 @@ fn the_published_size_is_known_and_planned() {
     let [part] = &parts[..] else {
         panic!("{parts:?}")
     };
-    let mut config = part.config(&checkpoint).unwrap();
+    assert!(!part.is_told(&checkpoint));
+    let config = part.config(&checkpoint).unwrap();
     let told = table["config"].as_object().unwrap();
     for (field, value) in told {
         if !field.starts_with("latents_") {
@@ -154,10 +163,18 @@ fn the_published_size_is_known_and_planned() {
         }
     }
     let selected = part.select(&checkpoint).unwrap();
-    for field in ["latents_mean", "latents_std"] {
-        config[field] = told[field].clone();
-    }
     let config: Config = serde_json::from_value(config).unwrap();
+    // Three of the numbers that ComfyUI has for it.
+    let known = [
+        config.latents_mean[5],
+        config.latents_std[0],
+        config.latents_std[23],
+    ];
+    assert_eq!(known, [-1.367_541_4, 1.222_377_4, 2.612_784_4]);
+    assert_eq!(
+        (config.latents_mean.len(), config.latents_std.len()),
+        (24, 24)
+    );
     let vae = VideoVae::from_checkpoint(&selected, config, &LoadOptions::default()).unwrap();
 
     let backend = processor();
@@ -188,11 +205,47 @@ fn the_published_size_is_known_and_planned() {
     assert!(decoding.bytes - decoding.weights < 1 << 30, "{decoding:?}");
 }
 
+/// What the published single file says besides: means and deviations as tensors, and with more digits as metadata.
+#[test]
+fn statistics_are_taken_from_wherever_a_file_has_them() {
+    let target = tempfile::tempdir().unwrap();
+    let path = target.path().join("vae.safetensors");
+    let text = std::fs::read_to_string(folder(LONG).join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let full: Config = serde_json::from_value(config.clone()).unwrap();
+    let told = serde_json::json!({
+        "vae_clip_length": 17,
+        "latents_mean": config["latents_mean"].take(),
+        "latents_std": config["latents_std"].take(),
+    });
+    let fields = config.as_object_mut().unwrap();
+    fields.retain(|_, value| !value.is_null());
+    let rest = || ("sd.config.video_vae".to_owned(), config.to_string());
+    let opened = || VideoVae::open(&path, &LoadOptions::default());
+
+    published(&path, Some(HashMap::from([rest()])), None);
+    let error = opened().unwrap_err().to_string();
+    assert!(error.contains("means and deviations"), "{error}");
+
+    let metadata = [
+        rest(),
+        ("minimax_h3_video_vae".to_owned(), told.to_string()),
+    ];
+    let others = full.latents_mean.iter().map(|mean| mean + 1.0).collect();
+    let stored = [others, full.latents_std.clone()];
+    published(&path, Some(HashMap::from(metadata)), Some(&stored));
+    assert_eq!(opened().unwrap().config(), &full);
+
+    let stored = [full.latents_mean.clone(), full.latents_std.clone()];
+    published(&path, Some(HashMap::from([rest()])), Some(&stored));
+    assert_eq!(opened().unwrap().config(), &full);
+}
+
 #[test]
 fn files_that_do_not_say_enough_are_refused() {
     let target = tempfile::tempdir().unwrap();
     let path = target.path().join("vae.safetensors");
-    published(&path, None);
+    published(&path, None, None);
     let refused = |path: &Path| {
         let error = VideoVae::open(path, &LoadOptions::default()).unwrap_err();
         assert!(matches!(error, Error::Config { .. }), "{error:?}");
@@ -211,7 +264,8 @@ fn files_that_do_not_say_enough_are_refused() {
         refused(&path)
     };
     let text = with("latents_std", serde_json::json!([]));
-    assert!(text.contains("must lie beside a file of weights"), "{text}");
+    let place = format!("must lie in {}", target.path().display());
+    assert!(text.contains(&place), "{text}");
     for (field, value, reason) in [
         (
             "latents_std",

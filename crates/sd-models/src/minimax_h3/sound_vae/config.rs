@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use sd_backend::{Component, DType};
-use sd_graph::{Checkpoint, convert};
+use sd_graph::Checkpoint;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{check, read_json};
+use super::super::statistics::Statistics;
+use super::names::VAE;
+use crate::config::{check, from_json, read_json};
 use crate::error::{Error, Result};
-use crate::families::config_key;
+use crate::families::config_of;
 use crate::shapes::Shapes;
 use crate::sound::RATES;
 
@@ -85,16 +86,11 @@ impl Config {
     /// [`Error::Config`] with what is missing or impossible.
     pub(super) fn of(checkpoint: &Checkpoint) -> Result<Config> {
         let path = checkpoint.path();
-        let key = config_key(Component::Vae);
-        // A file may hold the VAE for pictures too, whose configuration this is then.
-        let told = checkpoint.metadata().get(&key);
-        let config = match told.and_then(|text| serde_json::from_str(text).ok()) {
-            Some(config) => config,
-            None => detected(checkpoint).map_err(|reason| Error::Config {
-                path: path.to_owned(),
-                reason: format!("no config.json beside it, and it is no VAE for sound: {reason}"),
-            })?,
-        };
+        let told = config_of(&VAE, checkpoint).map_err(|reason| Error::Config {
+            path: path.to_owned(),
+            reason: format!("no config.json beside it, and it is no VAE for sound: {reason}"),
+        })?;
+        let config: Config = from_json(path, told)?;
         config.with_statistics(checkpoint).checked(path)
     }
 
@@ -108,14 +104,14 @@ impl Config {
 
     /// Single files have the statistics of latents as tensors.
     pub(super) fn with_statistics(mut self, checkpoint: &Checkpoint) -> Config {
-        for (name, values) in [
-            ("latents_mean", &mut self.latents_mean),
-            ("latents_std", &mut self.latents_std),
-        ] {
-            if values.is_empty()
-                && let Some(found) = vector(checkpoint, name)
-            {
-                *values = found;
+        if let Some(stored) = Statistics::stored(checkpoint) {
+            for (values, found) in [
+                (&mut self.latents_mean, stored.mean),
+                (&mut self.latents_std, stored.std),
+            ] {
+                if values.is_empty() {
+                    *values = found;
+                }
             }
         }
         self
@@ -254,24 +250,6 @@ impl Config {
             (self.encoder_rates.iter().rev()).fold(1, |reach, rate| (reach + 2) * rate + UNITS);
         (samples + 3).div_ceil(self.hop())
     }
-}
-
-/// The numbers of a tensor, if it is there and they can be read.
-pub(super) fn vector(checkpoint: &Checkpoint, name: &str) -> Option<Vec<f32>> {
-    let info = checkpoint.get(name)?;
-    let count: usize = info.shape.iter().product();
-    // What is read of is a few numbers.
-    let mut stored = vec![
-        0;
-        usize::try_from(info.bytes)
-            .ok()
-            .filter(|&bytes| bytes <= 1 << 20)?
-    ];
-    let mut bytes = vec![0; count.checked_mul(4)?];
-    checkpoint.read(name, &mut stored).ok()?;
-    convert(&stored, info.stored, DType::F32, &mut bytes).ok()?;
-    let values = bytes.as_chunks().0.iter();
-    Some(values.map(|&bytes| f32::from_le_bytes(bytes)).collect())
 }
 
 /// What names and shapes say. Those of a weight are the same whether it is folded or not.

@@ -15,6 +15,8 @@ use crate::naming::Naming;
 pub(crate) static VAE: Known = Known {
     family: "MiniMax H3, sound",
     component: Component::Vae,
+    key: "sd.config.sound_vae",
+    shared_key_class: Some("AutoencoderKLMiniMaxH3Audio"),
     architecture: "minimax_h3_sound_vae",
     namings: &[Naming {
         title: "as published",

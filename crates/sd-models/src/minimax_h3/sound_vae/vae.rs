@@ -7,9 +7,10 @@ use sd_graph::{
     Cancel, Checkpoint, Estimate, Graph, LoadOptions, Plan, Progress, Reporter, Scope, Weights,
 };
 
+use super::super::statistics::vector;
 use super::activation::is_filter;
 use super::attention::Narrowing;
-use super::config::{Config, vector};
+use super::config::Config;
 use super::decoder::Decoder;
 use super::encoder::Encoder;
 use super::layers::Way;

@@ -6,6 +6,7 @@ use sd_graph::Checkpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::super::statistics::Statistics;
 use super::names::VIDEO_VAE;
 use crate::config::{check, from_json, read_json};
 use crate::error::{Error, Result};
@@ -79,8 +80,17 @@ impl Config {
         Config::checked(read_json(path)?, path)
     }
 
-    /// What a file of weights alone says, under the model's names: its metadata, or names and shapes. The means and deviations
-    /// of latents do not follow from those, so that only metadata makes such a file complete.
+    /// As [`Config::read`]; means and deviations of latents that the file does not have are taken from `checkpoint`.
+    ///
+    /// # Errors
+    /// As for [`Config::read`].
+    pub(super) fn beside(path: &Path, checkpoint: &Checkpoint) -> Result<Config> {
+        let config: Config = read_json(path)?;
+        Config::checked(config.with_statistics(checkpoint), path)
+    }
+
+    /// What a file of weights alone says, under the model's names: its metadata, or names and shapes, which are enough for the
+    /// published VAE alone.
     ///
     /// # Errors
     /// [`Error::Config`] with what is missing or impossible.
@@ -92,7 +102,30 @@ impl Config {
                 "no config.json beside it, and it is no video VAE of MiniMax H3: {reason}"
             ),
         })?;
-        Config::checked(from_json(path, told)?, path)
+        let config: Config = from_json(path, told)?;
+        Config::checked(config.with_statistics(checkpoint), path)
+    }
+
+    /// Adds means and deviations of latents, if there are none, as far as `checkpoint` has them or is the published VAE.
+    pub(super) fn with_statistics(mut self, checkpoint: &Checkpoint) -> Config {
+        if self.latents_mean.is_empty()
+            && self.latents_std.is_empty()
+            && let Some(found) = Statistics::of_frames(checkpoint, self.is_published())
+        {
+            self.latents_mean = found.mean;
+            self.latents_std = found.std;
+        }
+        self
+    }
+
+    /// Whether it has the sizes of the published VAE.
+    fn is_published(&self) -> bool {
+        self.latent_channels == 24
+            && self.block_out_channels == [128, 256, 256, 512, 512, 1024]
+            && self.layers_per_block == 2
+            && self.decoder_num_layers == 36
+            && self.decoder_num_attention_heads == 32
+            && self.decoder_attention_head_dim == 64
     }
 
     /// Refuses what makes no sense, of the file `path`.
@@ -107,11 +140,15 @@ impl Config {
     fn check(&self, path: &Path) -> Result<()> {
         let statistics = [&self.latents_mean, &self.latents_std];
         if statistics.into_iter().any(Vec::is_empty) {
+            let folder = path.parent().unwrap_or(path);
             return Err(Error::Config {
                 path: path.to_owned(),
-                reason: "the means and deviations of latents are missing: the model's config.json, which has latents_mean and \
-                    latents_std, must lie beside a file of weights that does not have it in its metadata"
-                    .to_owned(),
+                reason: format!(
+                    "the means and deviations of latents are missing, and it is not of the published size, whose are known: the \
+                    config.json of the model's folder vae, which has latents_mean and latents_std, must lie in {}, or `sd convert` \
+                    write it into the file",
+                    folder.display()
+                ),
             });
         }
         let levels = self.block_out_channels.len();

@@ -63,8 +63,9 @@ struct FeedForward {
 impl Decoder {
     /// Declares the decoder's parameters at the root of the VAE's checkpoint. The encoder is known but not needed here.
     pub fn new(root: &Scope<'_>, config: &Config) -> Decoder {
-        root.ignore("encoder");
-        root.ignore("quant_conv");
+        for name in ["encoder", "quant_conv", "latents_mean", "latents_std"] {
+            root.ignore(name);
+        }
         // What was put in the place of latents while the model was trained.
         root.ignore("decoder.mask_token");
         let scope = root.sub("decoder");

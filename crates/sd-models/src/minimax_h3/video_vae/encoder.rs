@@ -19,8 +19,9 @@ pub struct Encoder {
 impl Encoder {
     /// Declares the encoder's parameters at the root of the VAE's checkpoint. The decoder is known but not needed here.
     pub fn new(root: &Scope<'_>, config: &Config) -> Encoder {
-        root.ignore("decoder");
-        root.ignore("post_quant_conv");
+        for name in ["decoder", "post_quant_conv", "latents_mean", "latents_std"] {
+            root.ignore(name);
+        }
         let scope = root.sub("encoder");
         let top = config.levels().next().map_or(0, |level| level.output);
         let bottom = config.levels().last().map_or(0, |level| level.output);

@@ -20,6 +20,8 @@ const PREFIXES: &[&str] = &["", "vae.", "first_stage_model.", "video_vae."];
 pub(crate) static VIDEO_VAE: Known = Known {
     family: "MiniMax H3",
     component: Component::Vae,
+    key: "sd.config.video_vae",
+    shared_key_class: Some("AutoencoderKLMiniMaxH3"),
     architecture: "minimax_h3_vae",
     namings: &[
         Naming {
@@ -38,7 +40,8 @@ pub(crate) static VIDEO_VAE: Known = Known {
     config,
     declare: |checkpoint, options, config| {
         let path = checkpoint.path();
-        let config = Config::checked(from_json(path, config)?, path)?;
+        let config: Config = from_json(path, config)?;
+        let config = Config::checked(config.with_statistics(checkpoint), path)?;
         let declarations = Declarations::new(checkpoint, options);
         Encoder::new(&declarations.root(), &config);
         Decoder::new(&declarations.root(), &config);
@@ -97,11 +100,12 @@ const PUBLISHED: &[Rule] = &[
     ),
 ];
 
-/// `config.json` by the shapes of the tensors. They do not tell how many channels a head has, which of the levels that shorten
-/// space shorten time too, and lengths of clips: these are as published. Nor do they tell the means and deviations of latents,
-/// which are left out.
+/// `config.json` by the shapes of the tensors. They do not tell how many channels a head has, so that only a decoder of the
+/// published width is known; nor which of the levels that shorten space shorten time too, and lengths of clips: these are as
+/// published. Means and deviations of latents are those of [`Statistics::of_frames`](super::super::statistics), or left out.
 fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
     const GROUPS: usize = 32;
+    const HEADS: usize = 32;
     const HEAD_DIM: usize = 64;
     let shapes = Shapes::of(checkpoint);
     let [dim, latent_channels] = shapes.matrix("decoder.proj_in.weight")?;
@@ -132,12 +136,16 @@ fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
             );
         }
     };
-    if dim == 0 || !dim.is_multiple_of(HEAD_DIM) || !wide.is_multiple_of(dim) {
-        return Err(format!(
-            "a width of {dim} is no multiple of heads of {HEAD_DIM} channels, or {wide} none of it"
-        ));
+    if dim != HEADS * HEAD_DIM {
+        return Err(
+            "its shapes do not say how many heads its decoder has, as its config.json does"
+                .to_owned(),
+        );
     }
-    Ok(json!({
+    if !wide.is_multiple_of(dim) {
+        return Err(format!("{wide} is no multiple of {dim}"));
+    }
+    let mut config = json!({
         "_class_name": "AutoencoderKLMiniMaxH3",
         "in_channels": 3,
         "out_channels": 3,
@@ -150,7 +158,7 @@ fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
         "norm_eps": 1e-6,
         "spatial_padding_mode": "reflect",
         "decoder_num_layers": shapes.count("decoder.transformer_blocks.#.scale1"),
-        "decoder_num_attention_heads": dim / HEAD_DIM,
+        "decoder_num_attention_heads": HEADS,
         "decoder_attention_head_dim": HEAD_DIM,
         "decoder_num_register_tokens": shapes.vector("decoder.register_tokens")? / dim,
         "decoder_ffn_mult": wide / dim,
@@ -159,5 +167,20 @@ fn config(checkpoint: &Checkpoint) -> Result<Value, String> {
         "decoder_norm_eps": 1e-5,
         "clip_length": 17,
         "token_drop": 3,
-    }))
+    });
+    let known: Config =
+        serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
+    let known = known.with_statistics(checkpoint);
+    for (field, values) in [
+        ("latents_mean", &known.latents_mean),
+        ("latents_std", &known.latents_std),
+    ] {
+        // With the digits of single precision, not those of what it becomes in double.
+        let digits = values.iter().map(|value| value.to_string().parse::<f64>());
+        let digits: Vec<f64> = digits.filter_map(|digits| digits.ok()).collect();
+        if !digits.is_empty() {
+            config[field] = json!(digits);
+        }
+    }
+    Ok(config)
 }

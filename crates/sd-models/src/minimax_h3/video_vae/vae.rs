@@ -38,15 +38,15 @@ pub struct VideoVae {
 
 impl VideoVae {
     /// Opens a VAE: a folder with `config.json` and weights, as diffusers has it, or a file of weights, whose configuration is
-    /// the `config.json` beside it or in its metadata. Tensors may have the names of diffusers or those of the model's
-    /// authors. No weight is read.
+    /// the `config.json` beside it, in its metadata or, of the published size, the published one. Tensors may have the names of
+    /// diffusers or those of the model's authors. No weight is read.
     ///
     /// What the reference keeps in single precision, all of the encoder, is brought to it whatever type a file has; a rule of
     /// [`LoadOptions::tensor_types`] can say otherwise. The decoder's weights keep their file's type.
     ///
     /// # Errors
-    /// Everything that can be wrong with files, [`Error::Config`] for a file of weights alone among it: the means and
-    /// deviations of latents do not follow from its tensors.
+    /// Everything that can be wrong with files, [`Error::Config`] for a file of weights of another size alone among it: its heads
+    /// and the means and deviations of its latents do not follow from its tensors.
     pub fn open(path: &Path, options: &LoadOptions) -> Result<VideoVae> {
         let beside = match path.parent() {
             Some(folder) if path.is_file() => folder.join("config.json"),
@@ -58,9 +58,10 @@ impl VideoVae {
             true if !beside.is_file() => Config::of(&checkpoint)?,
             // What stands beside a single file may be about another; where the file says nothing itself, its fault is told.
             true => {
-                Config::read(&beside).or_else(|told| Config::of(&checkpoint).map_err(|_| told))?
+                let read = Config::beside(&beside, &checkpoint);
+                read.or_else(|told| Config::of(&checkpoint).map_err(|_| told))?
             }
-            false => Config::read(&beside)?,
+            false => Config::beside(&beside, &checkpoint)?,
         };
         VideoVae::from_checkpoint(&checkpoint, config, options)
     }
