@@ -24,7 +24,8 @@ fn table(name: &str) -> (BTreeMap<String, Vec<u64>>, Value) {
     (tensors, table["config"].clone())
 }
 
-/// Qwen3-VL 32B, by the shapes of the 8B: more layers, wider, and the same vision tower but for what it gives.
+/// Qwen3-VL 32B, by the shapes of the 8B: more layers, wider, and the same vision tower but for what it gives. Its sizes are those of
+/// <https://huggingface.co/quanliang/F1/blob/main/config.json>, which was trained from it.
 fn text_encoder() -> (BTreeMap<String, Vec<u64>>, Value) {
     const HIDDEN: u64 = 5120;
     const INNER: u64 = 25_600;
