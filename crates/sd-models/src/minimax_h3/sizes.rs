@@ -144,6 +144,13 @@ pub enum Adjustment {
         /// How many are made.
         given: usize,
     },
+    /// Sides are more than 4 to 1, where the model was trained for no more; it is made all the same, since the size was asked for.
+    Aspect {
+        /// Width in pixels.
+        width: usize,
+        /// Height in pixels.
+        height: usize,
+    },
     /// The clip is shorter or longer than those the model was trained with; it is made all the same.
     Untrained {
         /// Its frames.
@@ -187,6 +194,10 @@ impl fmt::Display for Adjustment {
                     "{asked} {verb} {given}: the model makes 17 n + 5 of them"
                 )
             }
+            Adjustment::Aspect { width, height } => write!(
+                f,
+                "{width}x{height}: the model was trained for sides of at most {STEEPEST} to 1"
+            ),
             Adjustment::Untrained { frames } => write!(
                 f,
                 "{frames} frames are {:.1} seconds; the model was trained for {} to {}",
@@ -252,6 +263,12 @@ impl Extent {
             changes.push(Adjustment::Size {
                 asked: (width, height),
                 given: (size.width, size.height),
+            });
+        }
+        if check_aspect(size).is_err() {
+            changes.push(Adjustment::Aspect {
+                width: size.width,
+                height: size.height,
             });
         }
         let given = frames_up(frames);
@@ -376,11 +393,33 @@ mod tests {
     }
 
     #[test]
+    fn steep_sizes_are_made_and_said() {
+        for (asked, is_said) in [
+            ((2000, 32), true),
+            ((32, 160), true),
+            ((128, 32), false),
+            ((64, 256), false),
+        ] {
+            let (extent, changes) = Extent::nearest(asked, 124).unwrap();
+            assert_eq!(
+                extent.size,
+                Size::new(aligned(asked.1 as f64), aligned(asked.0 as f64))
+            );
+            let told = changes
+                .iter()
+                .find(|change| matches!(change, Adjustment::Aspect { .. }));
+            assert_eq!(told.is_some(), is_said, "{asked:?}");
+        }
+    }
+
+    #[test]
     fn sides_go_to_the_nearest_multiple_half_to_even() {
         for (asked, given) in [(48, 64), (80, 64), (1, 32), (768, 768), (1000, 992)] {
             let (extent, changes) = Extent::nearest((asked, 64), 124).unwrap();
             assert_eq!(extent.size, Size::new(64, given));
-            assert_eq!(changes.len(), usize::from(asked != given));
+            let is_size = |change: &&Adjustment| matches!(change, Adjustment::Size { .. });
+            let told = changes.iter().any(|change| is_size(&change));
+            assert_eq!(told, asked != given);
         }
         assert!(Extent::nearest((0, 64), 124).is_err());
         assert!(Extent::nearest((64, 64), 0).is_err());
