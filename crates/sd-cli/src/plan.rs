@@ -97,7 +97,12 @@ pub(crate) fn run(arguments: &Plan) -> Result<(), Error> {
 }
 
 fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
-    let of_clips = [("frames", arguments.frames), ("steps", arguments.steps)];
+    let keyframes = Some(arguments.keyframes).filter(|&keyframes| keyframes > 0);
+    let of_clips = [
+        ("frames", arguments.frames),
+        ("steps", arguments.steps),
+        ("keyframes", keyframes),
+    ];
     for (option, value) in of_clips {
         if let Some(value) = value {
             return refuse(option, value, "this is a model of pictures");
@@ -119,11 +124,7 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
             bytes: prefix.bytes,
             fits: prefix.fits,
         }),
-        references: plan
-            .references
-            .iter()
-            .map(|&(width, height)| [width, height])
-            .collect(),
+        references: sizes(&plan.references),
         parts: parts(&plan.seats),
         readers: ["vision-tower", "vae-encoder"]
             .into_iter()
@@ -136,12 +137,19 @@ fn picture(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
 }
 
 fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
+    if let Some(size) = arguments.ref_size {
+        let reason = "this is a model of clips, which scales pictures in its own way";
+        return refuse("ref-size", size, reason);
+    }
+    let references = arguments.reference.iter();
+    let references = references.map(|&(width, height)| (width as usize, height as usize));
     let builder = arguments.loading.apply(VideoPipeline::open(files)?);
     let plan = arguments.video_parts.apply(builder).plan(&VideoShape {
         size: arguments.size.sides(),
         frames: arguments.frames,
         tokens: arguments.tokens,
         keyframes: arguments.keyframes,
+        references: references.collect(),
         steps: arguments.steps,
     })?;
     let (last, others) = match plan.readers.split_last() {
@@ -162,7 +170,7 @@ fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
         vae_tile: None,
         fits: plan.fits(),
         prefix_cache: None,
-        references: Vec::new(),
+        references: sizes(&plan.references),
         parts: parts(&plan.seats),
         readers: others
             .chain(last.map(|seat| Part::new("sound-decoder", seat)))
@@ -170,6 +178,13 @@ fn clip(arguments: &Plan, files: ModelFiles) -> Result<Report, Error> {
         devices: needs(&plan.devices),
         fallbacks: fallbacks(&plan.fallbacks),
     })
+}
+
+fn sizes(sizes: &[(usize, usize)]) -> Vec<[usize; 2]> {
+    sizes
+        .iter()
+        .map(|&(width, height)| [width, height])
+        .collect()
 }
 
 impl Part {

@@ -33,7 +33,7 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) tokens: usize,
 
-    /// Size of a picture that the prompt is about; may be given up to four times.
+    /// Size of a picture that the prompt is about; may be given up to four times, and of a clip up to nine times.
     #[arg(long, value_name = "WxH", value_parser = dimensions)]
     pub(crate) reference: Vec<(u32, u32)>,
 

@@ -108,6 +108,7 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
         request = request.steps(steps);
     }
     let (request, read) = timed(|| given::read(arguments, request))?;
+    builder.check(&request)?;
 
     let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
     for adjustment in pipeline.check(&request)? {

@@ -378,6 +378,22 @@ fn the_smallest_budget_of_a_clip_does() {
     assert_eq!(names, ["preparation", "sound-decoder"]);
     let smallest = plan["devices"][0]["smallest_budget"].to_string();
     json(folder.path(), &small(&["--memory-budget", &smallest]));
+    // Of a clip that refers to a picture too.
+    picture(&folder.path().join("a.png"), 64, 32, 10);
+    let referring = [&planned[..], &["--reference", "64x32"]].concat();
+    let ended = sd(folder.path(), &referring);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let plan: Value = serde_json::from_str(&ended.out).unwrap();
+    assert_eq!(plan["references"], serde_json::json!([[128, 64]]));
+    let smallest = plan["devices"][0]["smallest_budget"].to_string();
+    json(
+        folder.path(),
+        &small(&["-r", "a.png", "--memory-budget", &smallest]),
+    );
+    let both = [&referring[..], &["--keyframes", "1"]].concat();
+    assert_refused(folder.path(), &both, &["cannot be had together"]);
+    let scaled = [&planned[..], &["--ref-size", "64"]].concat();
+    assert_refused(folder.path(), &scaled, &["--ref-size 64", "model of clips"]);
     // A model of pictures has no frames.
     let tiny = repository("models/tiny-qwen-image-2.1");
     assert_refused(
@@ -391,6 +407,13 @@ fn the_smallest_budget_of_a_clip_does() {
         &["model of pictures", "sd generate"],
     );
     let clips = repository("models/tiny-minimax-h3");
+    // One without a transformer for references says so before it is loaded.
+    let none = "no transformer for references";
+    let asks = ["video", "-m", &clips, "-p", "x", "-r", "a.png"];
+    assert_refused(folder.path(), &asks, &[none, "--reference-transformer"]);
+    assert!(!sd(folder.path(), &asks).err.contains("load"));
+    let plans = ["plan", &clips, "--reference", "64x32"];
+    assert_refused(folder.path(), &plans, &[none]);
     assert_refused(
         folder.path(),
         &["generate", "-m", &clips, "-p", "x"],

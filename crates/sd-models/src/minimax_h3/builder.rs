@@ -4,24 +4,24 @@ use sd_backend::Component;
 use sd_graph::{Cancel, LoadReport, Progress, Reporter};
 
 use super::denoise::distinct_times;
-use super::diffusion::Diffusion;
+use super::diffusion::{Diffusion, Task};
 use super::layout::{Conditions, Layout, Tag};
 use super::model::Stage;
 use super::names::QkvOrder;
 use super::parts::{Readers, Settings};
 use super::pipeline::VideoPipeline;
-use super::references::Outline;
-use super::request::VideoRequest;
+use super::references::{MOST_OF_EACH, Outline, too_many};
+use super::request::{NOT_TOGETHER, VideoRequest};
 use super::seating::{Scene, VideoMemoryPlan, find};
 use super::sizes::Extent;
 use crate::builder::{COMMON_PROMPT, PipelineBuilder};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::qwen_image_2_1::IN_ORDER;
-use crate::rope::{H3Keyframe, Part};
+use crate::rope::{H3Keyframe, Part, Size};
 use crate::seating::{Backends, Seating, Wishes};
 
 /// A clip to plan for. What is left open is as a request would have it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VideoShape {
     /// Width and height in pixels.
     pub size: Option<(usize, usize)>,
@@ -31,6 +31,8 @@ pub struct VideoShape {
     pub tokens: usize,
     /// Keyframes, up to 2.
     pub keyframes: usize,
+    /// Width and height of each picture that the clip refers to.
+    pub references: Vec<(usize, usize)>,
     /// Noise levels.
     pub steps: Option<usize>,
 }
@@ -43,25 +45,50 @@ impl PipelineBuilder<VideoPipeline> {
         self
     }
 
+    /// Refuses a request that no clip can be made from with these files, as far as that is known before they are opened. Nothing is
+    /// read.
+    ///
+    /// # Errors
+    /// [`Error::ClipReferences`], [`Error::Aspect`](crate::Error::Aspect), [`Error::Size`](crate::Error::Size),
+    /// [`Error::Frames`](crate::Error::Frames), [`Error::Steps`](crate::Error::Steps), [`Error::Shift`](crate::Error::Shift);
+    /// [`Error::NoTransformer`](crate::Error::NoTransformer) if there is none for references, or none for anything else.
+    pub fn check(&self, request: &VideoRequest) -> Result<()> {
+        request.check()?;
+        let settings = Settings::read(&self.files)?;
+        request.extent(&settings)?;
+        request.schedules(&settings)?;
+        Diffusion::check_files(&self.files, request.task())
+    }
+
     /// What the model needs for one clip. Nothing is loaded.
     ///
     /// # Errors
-    /// [`Error::Size`](crate::Error::Size), [`Error::Frames`](crate::Error::Frames), and everything that can be wrong with files.
+    /// As for [`VideoPipelineBuilder::check`], and everything that can be wrong with files.
     pub fn plan(&self, shape: &VideoShape) -> Result<VideoMemoryPlan> {
+        let task = shape.task()?;
+        Diffusion::check_files(&self.files, task)?;
         let Opened {
             settings,
             readers,
-            diffusion,
+            mut diffusion,
         } = self.open()?;
+        diffusion.choose(task)?;
         let backends = &mut Backends::new(self.backend.clone());
         let parts = (&readers, &diffusion);
-        let (seating, extent, rows) = find_for(parts, &settings, &self.wishes, backends, shape)?;
+        let found = find_for(parts, &settings, &self.wishes, backends, shape)?;
+        let (seating, extent, rows) = found;
+        let references = shape.outlines(&settings, extent)?;
+        let references = references.iter().filter_map(|outline| match outline {
+            Outline::Picture(size) if task == Task::References => Some((size.width, size.height)),
+            _ => None,
+        });
         let fallbacks = readers.conditioner.text.fallbacks.iter();
         Ok(VideoMemoryPlan {
             width: extent.size.width,
             height: extent.size.height,
             frames: extent.frames,
             rows,
+            references: references.collect(),
             seats: seating.seats,
             readers: seating.readers,
             devices: seating.devices,
@@ -125,6 +152,37 @@ impl PipelineBuilder<VideoPipeline> {
     }
 }
 
+impl VideoShape {
+    /// Which transformer it is for.
+    ///
+    /// # Errors
+    /// [`Error::ClipReferences`] for keyframes and references together, and for more of these than can be.
+    fn task(&self) -> Result<Task> {
+        let refused = |reason: String| Err(Error::ClipReferences(reason));
+        match (self.references.len(), self.keyframes) {
+            (0, _) => Ok(Task::Prompt),
+            (_, 1..) => refused(NOT_TOGETHER.to_owned()),
+            (pictures, 0) if pictures > MOST_OF_EACH[0] => {
+                refused(too_many(pictures, "pictures", MOST_OF_EACH[0]))
+            }
+            _ => Ok(Task::References),
+        }
+    }
+
+    /// The pictures that are given beside the prompt of a clip of `extent`.
+    ///
+    /// # Errors
+    /// [`Error::Aspect`](crate::Error::Aspect).
+    fn outlines(&self, settings: &Settings, extent: Extent) -> Result<Vec<Outline>> {
+        if self.references.is_empty() {
+            return Ok(vec![Outline::Picture(extent.size); self.keyframes.min(2)]);
+        }
+        let sizes = self.references.iter();
+        let sizes = sizes.map(|&(width, height)| settings.rule.reference(Size::new(height, width)));
+        sizes.map(|size| Ok(Outline::Picture(size?))).collect()
+    }
+}
+
 /// A model whose files were looked at.
 struct Opened {
     settings: Settings,
@@ -147,7 +205,7 @@ fn find_for(
         ..VideoRequest::new("")
     };
     let extent = request.extent(settings)?.0;
-    let subjects = vec![Outline::Picture(extent.size); shape.keyframes.min(2)];
+    let subjects = shape.outlines(settings, extent)?;
     let tokens = match subjects.is_empty() {
         true => Vec::new(),
         false => parts.0.conditioner.tokens("", &subjects)?.parts,
@@ -158,9 +216,13 @@ fn find_for(
     };
     let prompt = [&tokens[..], &[Part::Text(words)]].concat();
     let rows = prompt.iter().map(|part| part.tokens()).sum();
-    let anchors = [H3Keyframe::First, H3Keyframe::Last];
-    let anchors = anchors.into_iter().take(subjects.len()).collect();
-    let conditions = Conditions::Keyframes(anchors);
+    let conditions = match shape.references.is_empty() {
+        true => {
+            let anchors = [H3Keyframe::First, H3Keyframe::Last];
+            Conditions::Keyframes(anchors.into_iter().take(subjects.len()).collect())
+        }
+        false => Conditions::References(subjects.iter().map(|subject| subject.rows()).collect()),
+    };
     let layout = Layout::new(vec![Tag::Text; rows], conditions, extent.rows())?;
     let schedules = request.schedules(settings)?;
     let scene = Scene {

@@ -23,6 +23,18 @@ pub(crate) enum Task {
     References,
 }
 
+impl Task {
+    /// The error of a checkpoint without a transformer for it.
+    fn refused(self) -> Error {
+        Error::NoTransformer(match self {
+            Task::Prompt => "prompts and keyframes (the folder `transformer`, or --transformer)",
+            Task::References => {
+                "references (the folder `transformer_ref`, or --reference-transformer)"
+            }
+        })
+    }
+}
+
 /// The transformers that a checkpoint has.
 #[derive(Debug)]
 pub(crate) struct Diffusion {
@@ -105,6 +117,32 @@ impl Diffusion {
         Ok(())
     }
 
+    /// Refuses a task for which there are no files of a transformer, before any is opened. A file of all parts has one for prompts.
+    ///
+    /// # Errors
+    /// [`Error::NoTransformer`].
+    pub(crate) fn check_files(files: &ModelFiles, task: Task) -> Result<()> {
+        let prompt = path_of(files, files.transformer.as_deref(), "transformer").is_some();
+        let given = files.reference_transformer.as_deref();
+        let references = path_of(files, given, "transformer_ref").is_some();
+        match (task, prompt, references) {
+            // What is there is refused where it is opened.
+            (_, false, false) | (Task::Prompt, true, _) | (Task::References, _, true) => Ok(()),
+            (task, ..) => Err(task.refused()),
+        }
+    }
+
+    /// Refuses a task that no transformer is for.
+    ///
+    /// # Errors
+    /// [`Error::NoTransformer`].
+    pub(crate) fn check(&self, task: Task) -> Result<()> {
+        match self.task == task || self.other.is_some() {
+            true => Ok(()),
+            false => Err(task.refused()),
+        }
+    }
+
     /// Takes the transformer for `task`, after the other's memory was given up, and says whether it is another than before.
     ///
     /// # Errors
@@ -114,10 +152,7 @@ impl Diffusion {
             return Ok(false);
         }
         let Some(other) = &mut self.other else {
-            return Err(Error::NoTransformer(match task {
-                Task::Prompt => "prompts and keyframes (`transformer`)",
-                Task::References => "references (`transformer_ref`)",
-            }));
+            return Err(task.refused());
         };
         for stage in [Stage::Preparation, Stage::Steps] {
             self.current.evict(stage);

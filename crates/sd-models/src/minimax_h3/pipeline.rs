@@ -237,18 +237,17 @@ impl VideoPipeline {
     /// Checks a request and puts everything it gives into the model's sizes.
     fn begin<'r>(&self, request: &'r VideoRequest) -> Result<Work<'r>> {
         request.check()?;
+        let task = request.task();
+        self.diffusion.check(task)?;
         let (extent, mut adjustments) = request.extent(&self.settings)?;
-        let (task, subjects) = match request.references.is_empty() {
-            true => (Task::Prompt, keyframes(request.keyframes(), extent.size)),
-            false => (
-                Task::References,
-                prepare(
-                    &request.references,
-                    extent,
-                    &self.settings.rule,
-                    &mut adjustments,
-                )?,
-            ),
+        let subjects = match task {
+            Task::Prompt => keyframes(request.keyframes(), extent.size),
+            Task::References => prepare(
+                &request.references,
+                extent,
+                &self.settings.rule,
+                &mut adjustments,
+            )?,
         };
         let outlines: Vec<Outline> = subjects.iter().map(Subject::outline).collect();
         let tokens = self

@@ -211,9 +211,7 @@ pub(crate) fn check(references: &[Reference]) -> Result<()> {
     let refused = |reason: String| Err(Error::ClipReferences(reason));
     for ((kind, count), most) in kinds.iter().zip(counts).zip(MOST_OF_EACH) {
         if count > most {
-            return refused(format!(
-                "{count} {kind} are too many: at most {most} are possible"
-            ));
+            return refused(too_many(count, kind, most));
         }
     }
     if references.len() > MOST_REFERENCES {
@@ -226,6 +224,11 @@ pub(crate) fn check(references: &[Reference]) -> Result<()> {
         return refused("sound needs a picture or a clip beside it".to_owned());
     }
     Ok(())
+}
+
+/// Why more of a kind are refused than can be.
+pub(super) fn too_many(count: usize, kind: &str, most: usize) -> String {
+    format!("{count} {kind} are too many: at most {most} are possible")
 }
 
 /// Puts references into the sizes and rates that a clip of `extent` is made from, and says in `changes` what is left out.

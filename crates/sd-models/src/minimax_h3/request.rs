@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use super::diffusion::Task;
 use super::parts::Settings;
 use super::references::Reference;
 use super::schedule::Schedule;
@@ -38,6 +39,10 @@ impl Default for VideoDefaults {
         }
     }
 }
+
+/// Why a clip cannot have both.
+pub(super) const NOT_TOGETHER: &str =
+    "keyframes and references cannot be had together: they are for two transformers";
 
 /// A clip to make: a prompt, and keyframes or references.
 #[derive(Debug, Clone)]
@@ -190,16 +195,21 @@ impl VideoRequest {
             .collect()
     }
 
+    /// Which transformer it is for.
+    pub(super) fn task(&self) -> Task {
+        match self.references.is_empty() {
+            true => Task::Prompt,
+            false => Task::References,
+        }
+    }
+
     /// Refuses what cannot be had together.
     ///
     /// # Errors
     /// [`Error::ClipReferences`].
     pub(super) fn check(&self) -> Result<()> {
         if !self.references.is_empty() && self.keyframes().next().is_some() {
-            return Err(Error::ClipReferences(
-                "keyframes and references cannot be had together: they are for two transformers"
-                    .to_owned(),
-            ));
+            return Err(Error::ClipReferences(NOT_TOGETHER.to_owned()));
         }
         super::references::check(&self.references)
     }

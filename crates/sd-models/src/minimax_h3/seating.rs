@@ -25,6 +25,8 @@ pub struct VideoMemoryPlan {
     pub frames: usize,
     /// Rows of the sequence that the transformer sees.
     pub rows: usize,
+    /// Width and height that pictures which the clip refers to are scaled to.
+    pub references: Vec<(usize, usize)>,
     /// Where text encoder, transformer and the decoder of the video VAE go, and why, in the order in which they run.
     pub seats: Vec<Seat>,
     /// What is in memory for a moment only: what reads pictures and sounds that are given, what prepares the transformer's steps,

@@ -447,7 +447,7 @@ fn every_budget_from_the_smallest_on_does_and_one_byte_less_does_not() {
         frames: Some(22),
         steps: Some(5),
         tokens: report.text_rows,
-        keyframes: 0,
+        ..VideoShape::default()
     };
     let plan = open(MemoryBudget::Automatic).plan(&shape).unwrap();
     let (smallest, peak) = (plan.devices[0].smallest, plan.devices[0].peak);
@@ -456,7 +456,7 @@ fn every_budget_from_the_smallest_on_does_and_one_byte_less_does_not() {
     // More steps have more times, whose modulations are kept.
     let longer = VideoShape {
         steps: Some(1000),
-        ..shape
+        ..shape.clone()
     };
     let longer = open(MemoryBudget::Automatic).plan(&longer).unwrap();
     assert!(longer.devices[0].smallest > smallest);

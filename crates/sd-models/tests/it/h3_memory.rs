@@ -87,6 +87,7 @@ fn shape() -> VideoShape {
         steps: Some(3),
         tokens: 8,
         keyframes: 1,
+        references: Vec::new(),
     }
 }
 
@@ -270,9 +271,20 @@ fn files_one_by_one_make_the_clip_that_the_folder_makes() {
         .tokenizer(tiny().join("processor"));
     let mut from_folder = open().device("cpu").load().unwrap();
     let builder = VideoPipeline::open(single).unwrap().threads(2);
+    // There is none of the transformers for references among them, which is said before anything is opened.
+    let early = builder.check(&referring()).unwrap_err();
+    assert!(matches!(early, Error::NoTransformer(_)), "{early}");
+    let shape = VideoShape {
+        references: vec![(64, 32)],
+        ..VideoShape::default()
+    };
+    let planned = builder.plan(&shape).unwrap_err();
+    assert_eq!(planned.to_string(), early.to_string());
+    builder.check(&request()).unwrap();
     let mut one_by_one = builder.device("cpu").load().unwrap();
     assert!(clip(&mut one_by_one).unwrap() == clip(&mut from_folder).unwrap());
-    // There is none of the transformers for references among them.
+    let error = one_by_one.check(&referring()).unwrap_err();
+    assert_eq!(error.to_string(), early.to_string());
     let error = one_by_one.generate(&referring(), &mut quiet());
     let error = error.map(drop).unwrap_err();
     assert!(matches!(error, Error::NoTransformer(_)), "{error}");
