@@ -28,7 +28,7 @@ struct Report {
     types: BTreeMap<String, usize>,
 }
 
-pub(crate) fn run(arguments: &Convert, is_quiet: bool) -> Result<(), Error> {
+pub(crate) fn run(arguments: &Convert, is_quiet: bool, cancel: &Cancel) -> Result<(), Error> {
     let Convert { input, output, .. } = arguments;
     if input.join("model_index.json").is_file() {
         return Err(Error::SeveralParts {
@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: &Convert, is_quiet: bool) -> Result<(), Error> {
     };
     let mut display = Display::new(arguments.json || is_quiet, Previews::default());
     let ledger = Ledger::default();
-    let outcome = conversion.write(output, existing, &ledger, &Cancel::new(), &mut display);
+    let outcome = conversion.write(output, existing, &ledger, cancel, &mut display);
     display.finish();
     let written = outcome.map_err(sd_models::Error::from)?;
 

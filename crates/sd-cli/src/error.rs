@@ -73,6 +73,9 @@ pub(crate) enum Error {
         /// Where it lies in the repository.
         model: &'static str,
     },
+    /// Ctrl-C.
+    #[error("interrupted")]
+    Interrupted,
     /// Standard output is gone.
     #[error("standard output: {0}")]
     Output(#[from] std::io::Error),

@@ -101,6 +101,7 @@ pub(crate) fn run(
     arguments: &Generate,
     is_quiet: bool,
     terminal: Option<Protocol>,
+    cancel: &Cancel,
 ) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
@@ -122,7 +123,7 @@ pub(crate) fn run(
 
     let builder = arguments.loading.apply(Pipeline::open(files)?);
     let builder = arguments.options.apply(builder);
-    let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
+    let (mut pipeline, load) = timed(|| builder.load_with(cancel, &mut display))?;
 
     let resolution = arguments.references.ref_size;
     let (references, read) = timed(|| pipeline.read_references(&images, resolution, &mut display))?;

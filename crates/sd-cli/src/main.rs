@@ -11,6 +11,7 @@ mod error;
 mod figures;
 mod generate;
 mod info;
+mod interrupt;
 mod json;
 mod makes;
 mod plan;
@@ -27,6 +28,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Parser;
+use sd_graph::Cancel;
 
 use crate::args::{Command, Sd};
 use crate::error::Error;
@@ -40,8 +42,19 @@ fn main() -> ExitCode {
     start_logging(arguments.verbose, arguments.quiet);
     let variable = std::env::var_os("SD_BACKENDS").filter(|folder| !folder.is_empty());
     let folder = arguments.backends.clone().or(variable.map(PathBuf::from));
-    match run(&arguments, folder.as_deref()) {
+    let cancel = match arguments.command {
+        Command::Generate(_) | Command::Video(_) | Command::Vae(_) | Command::Convert(_) => {
+            interrupt::cancel()
+        }
+        // They are short, or have nothing to clear away.
+        _ => Cancel::new(),
+    };
+    match run(&arguments, folder.as_deref(), &cancel) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(_) if cancel.is_cancelled() => {
+            error::print(&Error::Interrupted);
+            ExitCode::from(interrupt::INTERRUPTED)
+        }
         Err(error) => {
             error::print(&error);
             ExitCode::from(FAILURE)
@@ -49,7 +62,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
+fn run(arguments: &Sd, backends: Option<&Path>, cancel: &Cancel) -> Result<(), Error> {
     let command = &arguments.command;
     // What a checkpoint is, and its bytes, no device needs to know.
     if !matches!(command, Command::Info(_) | Command::Convert(_)) {
@@ -59,14 +72,14 @@ fn run(arguments: &Sd, backends: Option<&Path>) -> Result<(), Error> {
         Command::Generate(options) => {
             let variable = |name: &str| std::env::var(name).ok();
             let terminal = Protocol::detect(variable).filter(|_| !arguments.quiet);
-            generate::run(options, arguments.quiet, terminal)
+            generate::run(options, arguments.quiet, terminal, cancel)
         }
-        Command::Video(options) => video::run(options, arguments.quiet),
+        Command::Video(options) => video::run(options, arguments.quiet, cancel),
         Command::Plan(arguments) => plan::run(arguments),
         Command::Info(arguments) => info::run(arguments),
-        Command::Convert(options) => convert::run(options, arguments.quiet),
+        Command::Convert(options) => convert::run(options, arguments.quiet, cancel),
         Command::Devices(arguments) => devices::run(arguments),
-        Command::Vae(arguments) => vae::run(arguments),
+        Command::Vae(arguments) => vae::run(arguments, cancel),
         Command::RpcServer(arguments) => rpc_server::run(arguments),
     }
 }

@@ -53,10 +53,21 @@ impl Display {
         }
     }
 
-    fn show(&self, done: usize, total: usize) {
-        if let Some(bar) = &self.bar {
-            bar.set_length(total as u64);
-            bar.set_position(done as u64);
+    /// Shows how far something of known length is, beside the name of the stage and what of it that is.
+    fn show(&self, of: &str, done: usize, total: usize) {
+        let Some(bar) = &self.bar else {
+            return;
+        };
+        bar.set_style(measured());
+        bar.set_message(format!("{}{of}", self.stage));
+        let is_new = bar.length() != Some(total as u64) || done as u64 <= bar.position();
+        // At once: a position that is drawn beside the length of something else says nonsense.
+        bar.update(|state| {
+            state.set_len(total as u64);
+            state.set_pos(done as u64);
+        });
+        if is_new {
+            bar.reset_eta();
         }
     }
 
@@ -73,22 +84,38 @@ impl Reporter for Display {
             Progress::Stage(stage) => {
                 self.stage = stage;
                 if let Some(bar) = &self.bar {
+                    bar.set_style(unmeasured());
                     bar.set_message(*stage);
-                    bar.set_length(0);
-                    bar.set_position(0);
+                    bar.update(|state| {
+                        state.set_len(0);
+                        state.set_pos(0);
+                    });
                 }
                 self.line(stage);
             }
-            Progress::Loading { done, total, .. } => self.show(*done, *total),
+            Progress::Loading { done, total, .. } => {
+                let of = match self.stage {
+                    "load" => "",
+                    _ => ", weights",
+                };
+                self.show(of, *done, *total);
+            }
             Progress::Writing { bytes, of, .. } => {
                 const MIB: u64 = 1 << 20;
-                self.show((bytes / MIB) as usize, of.div_ceil(MIB) as usize);
+                self.show("", (bytes / MIB) as usize, of.div_ceil(MIB) as usize);
             }
             Progress::Step { done, total } => {
-                self.show(*done, *total);
+                self.show("", *done, *total);
                 self.line(&format!("{} {done}/{total}", self.stage));
             }
-            Progress::Chunk { done, total } => self.show(*done, *total),
+            Progress::Chunk { done, total } => {
+                self.show("", *done, *total);
+                // At most some twenty lines, however many chunks there are.
+                const LINES: usize = 20;
+                if done.is_multiple_of(total.div_ceil(LINES).max(1)) || done == total {
+                    self.line(&format!("{} {done}/{total}", self.stage));
+                }
+            }
             Progress::Preview {
                 width,
                 height,
@@ -113,11 +140,25 @@ impl Reporter for Display {
 
 fn new_bar() -> ProgressBar {
     let bar = ProgressBar::new(0);
-    if let Ok(style) =
-        ProgressStyle::with_template("{msg:>8} [{bar:40}] {pos}/{len} {elapsed_precise} eta {eta}")
-    {
-        bar.set_style(style.progress_chars("=> "));
-    }
+    bar.set_style(unmeasured());
     bar.enable_steady_tick(Duration::from_millis(200));
     bar
+}
+
+/// Of what nobody knows the length of yet.
+fn unmeasured() -> ProgressStyle {
+    style("{msg:22} {spinner} {elapsed_precise}")
+}
+
+/// Of what is counted.
+fn measured() -> ProgressStyle {
+    style("{msg:22} [{bar:30}] {pos}/{len} {elapsed_precise} eta {eta}")
+}
+
+fn style(template: &str) -> ProgressStyle {
+    let style = ProgressStyle::with_template(template);
+    style.map_or_else(
+        |_| ProgressStyle::default_bar(),
+        |style| style.progress_chars("=> "),
+    )
 }

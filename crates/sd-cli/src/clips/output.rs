@@ -36,7 +36,34 @@ enum Begun {
     Animation(AnimationWriter),
     Avi(AviWriter),
     Video(VideoWriter),
-    Folder { written: usize },
+    Folder(Numbered),
+}
+
+/// A new folder of numbered pictures, which is taken away again unless it is finished.
+struct Numbered {
+    folder: PathBuf,
+    written: usize,
+    is_finished: bool,
+}
+
+impl Numbered {
+    fn file(&self, number: usize) -> PathBuf {
+        self.folder.join(format!("{number:05}.png"))
+    }
+}
+
+impl Drop for Numbered {
+    fn drop(&mut self) {
+        if self.is_finished {
+            return;
+        }
+        // Only what was written here; the folder stays if somebody put something else into it.
+        for number in 1..=self.written {
+            let _ = std::fs::remove_file(self.file(number));
+        }
+        let _ = std::fs::remove_file(self.folder.join(SOUND));
+        let _ = std::fs::remove_dir(&self.folder);
+    }
 }
 
 impl Output {
@@ -135,9 +162,9 @@ impl Output {
             Begun::Animation(writer) => writer.push(image)?,
             Begun::Avi(writer) => writer.push(image)?,
             Begun::Video(writer) => writer.push(image)?,
-            Begun::Folder { written } => {
-                *written += 1;
-                image.save(self.path.join(format!("{written:05}.png")))?;
+            Begun::Folder(numbered) => {
+                numbered.written += 1;
+                image.save(numbered.file(numbered.written))?;
             }
         }
         Ok(())
@@ -171,7 +198,11 @@ impl Output {
                     path: self.path.clone(),
                     source,
                 })?;
-                Begun::Folder { written: 0 }
+                Begun::Folder(Numbered {
+                    folder: self.path.clone(),
+                    written: 0,
+                    is_finished: false,
+                })
             }
         })
     }
@@ -185,7 +216,11 @@ impl Output {
             Some(Begun::Animation(writer)) => Ok(writer.finish()?),
             Some(Begun::Avi(writer)) => Ok(writer.finish()?),
             Some(Begun::Video(writer)) => writer.finish(),
-            Some(Begun::Picture | Begun::Folder { .. }) | None => Ok(()),
+            Some(Begun::Folder(mut numbered)) => {
+                numbered.is_finished = true;
+                Ok(())
+            }
+            Some(Begun::Picture) | None => Ok(()),
         }
     }
 }

@@ -18,7 +18,7 @@ struct Opened {
     cancel: Cancel,
 }
 
-fn open(files: &VaeFiles) -> Result<Opened, Error> {
+fn open(files: &VaeFiles, cancel: &Cancel) -> Result<Opened, Error> {
     if let Some(sides) = files.circular {
         let sides = format!("{sides:?}").to_lowercase();
         return refuse("circular", sides, "this VAE cannot join sides");
@@ -38,13 +38,13 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
         vae,
         backend: files.machine.backend()?,
         tiling,
-        cancel: Cancel::new(),
+        cancel: cancel.clone(),
     })
 }
 
-pub(super) fn encode(files: &VaeFiles) -> Result<Report, Error> {
+pub(super) fn encode(files: &VaeFiles, cancel: &Cancel) -> Result<Report, Error> {
     let mut input = Input::open(&files.input, &files.ffmpeg, None)?;
-    let mut opened = open(files)?;
+    let mut opened = open(files, cancel)?;
     let Some(first) = input.pictures.next().transpose()? else {
         return Err(Error::Model(ModelError::Missing {
             path: files.input.clone(),
@@ -108,12 +108,12 @@ pub(super) fn encode(files: &VaeFiles) -> Result<Report, Error> {
     })
 }
 
-pub(super) fn decode(files: &VaeFiles) -> Result<Report, Error> {
+pub(super) fn decode(files: &VaeFiles, cancel: &Cancel) -> Result<Report, Error> {
     let Latents {
         clip: mut latents,
         frame_rate,
     } = Latents::read(&files.input)?;
-    let mut opened = open(files)?;
+    let mut opened = open(files, cancel)?;
     let config = opened.vae.config().clone();
     let (frames, scale) = (config.frames(latents.frames), config.scale_factor());
     let rate = files.frame_rate.or(frame_rate);

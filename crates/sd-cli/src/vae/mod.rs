@@ -34,16 +34,16 @@ struct Report {
     seconds: f64,
 }
 
-pub(crate) fn run(command: &Vae) -> Result<(), Error> {
+pub(crate) fn run(command: &Vae, cancel: &Cancel) -> Result<(), Error> {
     let started = Instant::now();
     let (Vae::Encode(files) | Vae::Decode(files)) = command;
     // What is wrong with files is told by whoever opens them as a VAE.
     let is_of_h3 = Checkpoint::open(&files.vae).is_ok_and(|weights| VideoVae::is_in(&weights));
     let mut report = match (command, is_of_h3) {
-        (Vae::Encode(files), false) => encode(files)?,
-        (Vae::Decode(files), false) => decode(files)?,
-        (Vae::Encode(files), true) => minimax_h3::encode(files)?,
-        (Vae::Decode(files), true) => minimax_h3::decode(files)?,
+        (Vae::Encode(files), false) => encode(files, cancel)?,
+        (Vae::Decode(files), false) => decode(files, cancel)?,
+        (Vae::Encode(files), true) => minimax_h3::encode(files, cancel)?,
+        (Vae::Decode(files), true) => minimax_h3::decode(files, cancel)?,
     };
     report.seconds = (started.elapsed().as_secs_f64() * 1e4).round() / 1e4;
     let mut out = std::io::stdout().lock();
@@ -80,7 +80,7 @@ struct Opened {
     cancel: Cancel,
 }
 
-fn open(files: &VaeFiles) -> Result<Opened, Error> {
+fn open(files: &VaeFiles, cancel: &Cancel) -> Result<Opened, Error> {
     let vae = WanVae::open(&files.vae, &LoadOptions::default())?;
     let scale = vae.config().scale_factor();
     let tiling = match files.tile {
@@ -96,7 +96,7 @@ fn open(files: &VaeFiles) -> Result<Opened, Error> {
         vae,
         backend: files.machine.backend()?,
         work: Work::from(tiling).circular(files.circular.map(Into::into).unwrap_or_default()),
-        cancel: Cancel::new(),
+        cancel: cancel.clone(),
     })
 }
 
@@ -127,9 +127,9 @@ fn check_same(image: &Image, (height, width): (usize, usize)) -> Result<(), Erro
     Ok(())
 }
 
-fn encode(files: &VaeFiles) -> Result<Report, Error> {
+fn encode(files: &VaeFiles, cancel: &Cancel) -> Result<Report, Error> {
     let mut input = Input::open(&files.input, &files.ffmpeg, None)?;
-    let mut opened = open(files)?;
+    let mut opened = open(files, cancel)?;
     let config = opened.vae.config().clone();
     check_frames(&opened.vae, input.count.unwrap_or(1))?;
     let Some(first) = input.pictures.next().transpose()? else {
@@ -230,9 +230,9 @@ fn encode_all(
     Ok((latents, report, found))
 }
 
-fn decode(files: &VaeFiles) -> Result<Report, Error> {
+fn decode(files: &VaeFiles, cancel: &Cancel) -> Result<Report, Error> {
     let Latents { clip, frame_rate } = Latents::read(&files.input)?;
-    let mut opened = open(files)?;
+    let mut opened = open(files, cancel)?;
     let config = opened.vae.config().clone();
     let frames = config.frames(clip.frames);
     let rate = files.frame_rate.or(frame_rate);

@@ -82,7 +82,7 @@ struct Bytes {
     peak_resident: Option<u64>,
 }
 
-pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
+pub(crate) fn run(arguments: &Video, is_quiet: bool, cancel: &Cancel) -> Result<(), Error> {
     let started = Instant::now();
     check(arguments)?;
     check_writable(&arguments.output, &arguments.ffmpeg)?;
@@ -110,7 +110,7 @@ pub(crate) fn run(arguments: &Video, is_quiet: bool) -> Result<(), Error> {
     let (request, read) = timed(|| given::read(arguments, request))?;
     builder.check(&request)?;
 
-    let (mut pipeline, load) = timed(|| builder.load_with(&Cancel::new(), &mut display))?;
+    let (mut pipeline, load) = timed(|| builder.load_with(cancel, &mut display))?;
     for adjustment in pipeline.check(&request)? {
         display.warn(&adjustment.to_string());
     }

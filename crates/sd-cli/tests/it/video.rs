@@ -165,7 +165,8 @@ fn a_clip_is_written_as_its_name_says() {
         "5 frames are 0.2 seconds",
         "encode",
         "denoise 2/2",
-        "decode",
+        "decode sound 1/1",
+        "decode 1/1",
         "save",
     ] {
         let at = said.find(part);
@@ -419,6 +420,51 @@ fn the_smallest_budget_of_a_clip_does() {
         &["generate", "-m", &clips, "-p", "x"],
         &["model of clips", "sd video"],
     );
+}
+
+/// Ctrl-C in each stage: a reason, the shells' code, and no file or folder.
+#[cfg(unix)]
+#[test]
+fn interrupted_clips_leave_nothing() {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+    let model = repository("models/tiny-minimax-h3");
+    let prompt = "a red circle moves right";
+    for (stage, output, steps, frames) in [
+        ("encode", "clip.avi", "500", "22"),
+        ("denoise 1/", "clip.avi", "500", "22"),
+        ("decode sound", "clip.avi", "2", "90"),
+        ("decode 2/", "clip.avi", "2", "90"),
+        ("decode 2/", "clip.png", "2", "90"),
+        ("decode 2/", "clip", "2", "90"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = Command::new(env!("CARGO_BIN_EXE_sd"))
+            .args(["video", "-m", &model, "-p", prompt, "-o", output])
+            .args(["-W", "64", "-H", "64", "--steps", steps, "-f", frames])
+            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let mut said = Vec::new();
+        let mut is_asked = false;
+        for line in lines.map(Result::unwrap) {
+            if line.starts_with(stage) && !is_asked {
+                is_asked = true;
+                let id = child.id().to_string();
+                let sent = Command::new("kill").args(["-INT", &id]).status();
+                assert!(sent.unwrap().success());
+            }
+            said.push(line);
+        }
+        let code = child.wait().unwrap().code();
+        assert_eq!(code, Some(130), "{stage} of {output}: {said:?}");
+        assert_eq!(said.last().unwrap(), "error: interrupted", "{said:?}");
+        assert_eq!(names(folder.path()), [""; 0], "{stage} of {output}");
+    }
 }
 
 /// Videos with sound through the program itself, both ways, and our own file read by it.
