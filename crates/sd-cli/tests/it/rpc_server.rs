@@ -146,6 +146,48 @@ fn two_servers_make_the_picture_that_this_process_makes() {
     assert_eq!(first.kill(), "", "loopback needs no warning");
 }
 
+/// A clip with sound, all of it through a server, and its steps alone: the file that this process makes.
+#[test]
+fn a_server_makes_the_clip_that_this_process_makes() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::start(&[]);
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/tiny-minimax-h3");
+    let steps_alone = format!("diffusion={}", server.endpoint);
+    let mut clips = Vec::new();
+    for (option, value) in [
+        ("--device", "cpu"),
+        ("--device", server.endpoint.as_str()),
+        ("--placement", steps_alone.as_str()),
+    ] {
+        let words = [
+            "video",
+            "-m",
+            model,
+            "-p",
+            "a red circle",
+            "-W",
+            "64",
+            "-H",
+            "64",
+            "-f",
+            "22",
+            "--steps",
+            "4",
+            "-t",
+            "2",
+            "-o",
+            "clip.avi",
+            option,
+            value,
+        ];
+        let ended = sd(folder.path(), &words);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        clips.push(std::fs::read(folder.path().join("clip.avi")).unwrap());
+    }
+    assert!(clips.windows(2).all(|pair| pair[0] == pair[1]));
+    assert_eq!(server.kill(), "");
+}
+
 #[test]
 fn a_server_that_is_killed_ends_the_command_with_an_error() {
     let folder = tempfile::tempdir().unwrap();
