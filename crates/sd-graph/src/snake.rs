@@ -168,7 +168,7 @@ const FAR: f32 = 8192.0;
 fn sine_up_to_sign(angle: f32) -> f32 {
     /// Added and taken away, it leaves whole numbers.
     const WHOLE: f32 = 12_582_912.0;
-    const PI: [f32; 3] = [3.140_625, 9.675_025_9e-4, 1.509_957_9e-7];
+    const PI: [f32; 3] = [3.140_625, 9.675_026e-4, 1.509_957_9e-7];
     let count = (angle * std::f32::consts::FRAC_1_PI + WHOLE) - WHOLE;
     let left = ((angle - count * PI[0]) - count * PI[1]) - count * PI[2];
     let square = left * left;

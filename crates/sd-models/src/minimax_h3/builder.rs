@@ -63,7 +63,7 @@ impl PipelineBuilder<VideoPipeline> {
     /// What the model needs for one clip. Nothing is loaded.
     ///
     /// # Errors
-    /// As for [`VideoPipelineBuilder::check`], and everything that can be wrong with files.
+    /// As for [`PipelineBuilder::check`], and everything that can be wrong with files.
     pub fn plan(&self, shape: &VideoShape) -> Result<VideoMemoryPlan> {
         let task = shape.task()?;
         Diffusion::check_files(&self.files, task)?;
