@@ -43,8 +43,12 @@ fn ratios_are_to_the_baseline_and_to_peers_of_the_same_case() {
     assert_eq!(cell(&changed, 2), "0.25");
     assert_eq!(cell(&lost, 2), "");
     assert_eq!(cell("| step: 1024, bf16 |", 2), "1.00");
-    assert_eq!(cell("| step: 1024, bf16 |", 1), "0.1410");
-    assert_eq!(cell("| step: 1024, bf16 |", 0), "0.86");
+    let ours = results.cases.iter().find(|case| case.name == "1024, bf16");
+    let peer = results.peers.iter().find(|peer| peer.name == "1024, bf16");
+    let (ours, theirs) = (ours.unwrap().seconds.median, peer.unwrap().seconds);
+    assert_eq!(cell("| step: 1024, bf16 |", 1), format!("{theirs:.4}"));
+    let ratio = format!("{:.2}", ours / theirs);
+    assert_eq!(cell("| step: 1024, bf16 |", 0), ratio);
     assert_eq!(cell("| stream: 1024, 10 % from host |", 0), "");
     // As many cells in each line as there are in the head.
     let cells = |line: &str| line.matches('|').count();
