@@ -278,6 +278,12 @@ impl Config {
             .max(1)
     }
 
+    /// Numbers that a latent is decoded to: a block of all channels, frames, rows and columns.
+    pub(super) fn pixels_per_latent(&self) -> usize {
+        let side = self.scale_factor();
+        self.out_channels * self.frames_per_latent() * side * side
+    }
+
     /// Latent frames that [`Config::clip_length`] frames become.
     pub fn clip_latents(&self) -> usize {
         self.clip_length.div_ceil(self.frames_per_latent())

@@ -72,8 +72,7 @@ impl Decoder {
         let (latent, dim) = (config.latent_channels, config.decoder_dim());
         let registers = config.decoder_num_register_tokens;
         let blocks = scope.sub("transformer_blocks");
-        let side = config.scale_factor();
-        let block = config.out_channels * config.frames_per_latent() * side * side;
+        let block = config.pixels_per_latent();
         Decoder {
             post_quant_conv: Linear::of_kernel(
                 &root.sub("post_quant_conv"),

@@ -75,7 +75,8 @@ impl<'v> Decoding<'v> {
         let mut left = config.frames(latents.frames);
         let mut emit = |values: &mut [f32], side: usize| -> Result<(), E> {
             let side = side.max(1);
-            values.par_chunks_exact_mut(side).for_each(to_pixels);
+            let pictures = values.par_chunks_exact_mut(side).take(left);
+            pictures.for_each(to_pixels);
             for picture in values.chunks_exact(side).take(left) {
                 frame(picture)?;
                 left -= 1;
@@ -129,7 +130,7 @@ impl<'v> Decoding<'v> {
         let mut add =
             |place, pixels: &[f32]| mosaic.add(place, &planes(config, piece, pixels, &shown));
         let [frames, height, width] = piece;
-        let block = 3 * ratio * scale * scale;
+        let block = config.pixels_per_latent();
         let mut pixels = vec![0.0; frames * height * width * block];
         let mut before = (None, pixels.clone());
         let places = (0..rows.count() * columns.count())
@@ -209,7 +210,7 @@ fn planes(
     shown: &[usize],
 ) -> Vec<f32> {
     let (scale, ratio) = (config.scale_factor(), config.frames_per_latent());
-    let block = 3 * ratio * scale * scale;
+    let block = config.pixels_per_latent();
     let width = columns * scale;
     let plane = rows * scale * width;
     let mut planes = vec![0.0; shown.len() * 3 * plane];
